@@ -14,7 +14,7 @@ from raycap.jobs.bench_gpu.measuring import timed
 from raycap.pipeline.data.caption_files import read_references
 from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.runtime.processor import prepare_processor
-from raycap.pipeline.training.rewards.cider_index import build_index
+from raycap.pipeline.training.rewards.cider import build_index
 
 from measuring import References, median_seconds
 from reference_cider import PlainCiderD

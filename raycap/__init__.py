@@ -8,13 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycap.captioner import Captioner, ModelInfo, load
+    from raycap.captioner import Captioner, load
     from raycap.pipeline.errors import UserError
     from raycap.pipeline.evaluation.results import Explanation, ImageCaption, RankedCaption
+    from raycap.pipeline.serving.host import ModelInfo
 
 __all__ = ["Captioner", "Explanation", "ImageCaption", "ModelInfo", "RankedCaption", "UserError", "load"]
 _MODULES = {
-    "raycap.captioner": ("Captioner", "ModelInfo", "load"),
+    "raycap.captioner": ("Captioner", "load"),
+    "raycap.pipeline.serving.host": ("ModelInfo",),
     "raycap.pipeline.evaluation.results": ("Explanation", "ImageCaption", "RankedCaption"),
     "raycap.pipeline.errors": ("UserError",),
 }

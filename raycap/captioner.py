@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from raycap.pipeline.data.image_sources import ImageSource
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption
-from raycap.pipeline.serving.host import load_address
-
-if TYPE_CHECKING:
-    from raycap.pipeline.data.image_sources import ImageSource
-    from raycap.pipeline.serving.host import LoadedModel
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """A loaded model.
-
-    bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
-    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
-    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
-    precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
-    this search have a confidence.
-    """
-
-    bundle: str
-    digest: str
-    system: str
-    vocabulary_size: int
-    image_size: int
-    keep_aspect: bool
-    crop_share: float
-    device: str
-    precision: str
-    beam_size: int
-    max_length: int
-    has_confidence: bool
+from raycap.pipeline.serving.host import LoadedModel, load_address
 
 
 class Captioner:
@@ -51,7 +22,7 @@ class Captioner:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._service, self._options = loaded.service, loaded.options
-        self.model = ModelInfo(**loaded.describe())
+        self.model = loaded.info
 
     def caption(
         self,

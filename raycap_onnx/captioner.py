@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from raycap_onnx.description import CaptionerError, Values, Words, check_digest, read_json
+from raycap_onnx.description import CaptionerError, Words, checked, checked_ids, read_json
 from raycap_onnx.images import ImageSource, Transform, load_image
 from raycap_onnx.search import MAX_BEAMS, MAX_TOKENS, Search, beam_search
 
@@ -20,6 +21,7 @@ MAX_BYTES = 2**20  # of captioner.json
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
 BATCH_SIZE = 16  # images
+KINDS = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}  # others are float32
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,26 @@ class Captioner:
         self, folder: str | Path, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
     ) -> None:
         folder = Path(folder)
-        read = read_json(folder / "captioner.json", MAX_BYTES)
-        if read.get("format", int) != FORMAT or read.get("graphs", str) != "onnx":
-            raise CaptionerError(f"{read.name}: expected format {FORMAT} with graphs onnx; export the model again")
-        self.name, self.max_positions = read.get("name", str), read.number("max_positions", 2, MAX_TOKENS)
-        self.search = Search.parse(Values(read.values.get("search"), f"{read.name}: search"), self.max_positions)
-        image = read.values.get("image")
-        self.transform = None if image is None else Transform.parse(Values(image, f"{read.name}: image"))
-        self.max_regions: int | None = None
-        if self.transform is None:
-            self.max_regions = read.get("features", dict).get("max_regions")
-        digests = Values(read.values.get("files"), f"{read.name}: files")
+        name, content = str(folder / "captioner.json"), read_json(folder / "captioner.json", MAX_BYTES)
+        kinds = dict.fromkeys(("search", "files", "tokens"), dict) | {"name": str, "open_endings": list}
+        read = checked(content, name, kinds | {"format": int, "graphs": str, "max_positions": range(2, MAX_TOKENS + 1)})
+        if read["format"] != FORMAT or read["graphs"] != "onnx":
+            raise CaptionerError(f"{name}: expected format {FORMAT} with graphs onnx; export the model again")
+        self.name, self.max_positions = read["name"], read["max_positions"]
+        self.search, image = Search.parse(read["search"], self.max_positions), content.get("image")
+        self.transform = None if image is None else Transform.parse(image)
+        regions = {} if image is not None else checked(content, name, {"features": dict})["features"]
+        self.max_regions: int | None = regions.get("max_regions")
         for file in (*FILES, *(file for file in WEIGHTS if (folder / file).exists())):
-            check_digest(folder / file, digests.get(file, str))
-        self.words = Words.read(folder / "vocabulary.json", Values(read.values.get("tokens"), f"{read.name}: tokens"))
-        self.open_endings = np.array(read.ids("open_endings", len(self.words.texts)), np.int64)
+            if not (folder / file).is_file():
+                raise CaptionerError(f"{folder / file} is missing or no file; export the model again")
+            with (folder / file).open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != read["files"].get(file):
+                raise CaptionerError(f"{folder / file} is damaged: {name} has another SHA-256; export the model again")
+        self.words = Words.read(folder / "vocabulary.json", read["tokens"])
+        open_endings = checked_ids(read["open_endings"], f"{name}: open_endings", len(self.words.texts))
+        self.open_endings = np.array(open_endings, np.int64)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         options.intra_op_num_threads = threads or 0
@@ -66,9 +73,8 @@ class Captioner:
                 for graph in ("encoder", "decoder")
             )
         except Exception as error:  # onnxruntime raises types of its own
-            raise CaptionerError(
-                f"{folder}: the graphs cannot be opened: {' '.join(str(error).split())[:200]}"
-            ) from error
+            problem = " ".join(str(error).split())[:200]
+            raise CaptionerError(f"{folder}: the graphs cannot be opened: {problem}") from error
         self._memory_names = [each.name for each in self._encoder.get_outputs()]
         self._cache = {each.name: each for each in self._decoder.get_inputs() if each.name.startswith("cache_")}
 
@@ -89,7 +95,7 @@ class Captioner:
             raise CaptionerError(f"{self.name} captions the features of regions, not images; use caption_features")
         if batch_size < 1:
             raise CaptionerError(f"batch_size is {batch_size}; it must be 1 or more")
-        if isinstance(images, str | bytes | Path | np.ndarray) or not isinstance(images, Iterable):
+        if isinstance(images, str | bytes | Path | np.ndarray):
             raise CaptionerError(f"images has the type {type(images).__name__}; give a list of images, also for one")
         search, captions, rest = self._changed_search(beam_size, max_length), list[Caption](), iter(images)
         while batch := [self.transform(load_image(each)) for each in islice(rest, batch_size)]:
@@ -117,31 +123,28 @@ class Captioner:
         if lengths is None:
             lengths = np.full(len(features), features.shape[1])
         given = {"features": features, "lengths": lengths, "boxes": boxes}
-        names = [each.name for each in self._encoder.get_inputs()]
-        if missing := [name for name in names if given.get(name) is None]:
-            raise CaptionerError(f"{self.name} needs the {missing[0]} of the regions; give them")
-        kinds = {"lengths": np.int64}
-        inputs = {name: np.asarray(given[name], kinds.get(name, np.float32)) for name in names}
+        inputs = {}
+        for name in (each.name for each in self._encoder.get_inputs()):
+            if given.get(name) is None:
+                raise CaptionerError(f"{self.name} needs the {name} of the regions; give them")
+            inputs[name] = np.asarray(given[name], np.int64 if name == "lengths" else np.float32)
         return self._captions(inputs, self._changed_search(beam_size, max_length))
 
     def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:
         """The recorded search with other values. Raises CaptionerError for values that the model does not take."""
-        changes: dict[str, Any] = {}
-        for key, value, least, most in (
-            ("beam_size", beam_size, 1, MAX_BEAMS),
-            ("max_length", max_length, self.search.min_length, self.max_positions),
-        ):
+        given = {"beam_size": (beam_size, 1, MAX_BEAMS)}
+        given["max_length"] = max_length, self.search.min_length, self.max_positions
+        for key, (value, least, most) in given.items():
             if value is not None and not least <= value <= most:
                 raise CaptionerError(f"{key} is {value}; it must be {least} to {most}")
-            changes |= {} if value is None else {key: value}
+        changes: dict[str, Any] = {key: value for key, (value, *_) in given.items() if value is not None}
         return replace(self.search, **changes)
 
     def _captions(self, inputs: dict[str, np.ndarray], search: Search) -> list[Caption]:
         """The best captions of a batch with the encoder's inputs."""
         memory = dict(zip(self._memory_names, self._encoder.run(None, inputs), strict=True))
-        beams = beam_search(self._step, memory, search, self.words, self.open_endings)
         captions = []
-        for tokens, log_prob in beams.best(search, self.words):
+        for tokens, log_prob in beam_search(self._step, memory, search, self.words, self.open_endings):
             text = self.words.decode(tokens)
             if search.collapse_repeats:
                 text = " ".join(word for word, _ in groupby(text.split()))
@@ -152,8 +155,11 @@ class Captioner:
         self, tokens: np.ndarray, rows: np.ndarray, memory: dict[str, np.ndarray], cache: dict[str, Any] | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """See `raycap_onnx.search.Step`. The cache remains with onnxruntime, which saves copies."""
-        if cache is None:
-            cache = {name: _value(_no_tokens(each, len(tokens))) for name, each in self._cache.items()}
+        if cache is None:  # empty: sizes that grow have names
+            cache = {}
+            for name, each in self._cache.items():
+                sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])
+                cache[name] = _value(np.zeros((len(tokens), *sizes), KINDS.get(each.type, np.float32)))
         given = {"tokens": tokens, "parents": rows} | memory
         values = {name: _value(each) for name, each in given.items()} | cache
         log_probs, *new = self._decoder.run_with_ort_values(None, values)
@@ -162,10 +168,3 @@ class Captioner:
 
 def _value(array: np.ndarray) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
-
-
-def _no_tokens(cache: Any, images: int) -> np.ndarray:
-    """The content of an input of the cache before the first step, in which sizes that grow have names."""
-    kinds = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}
-    sizes = (0 if isinstance(size, str) else size for size in cache.shape[1:])
-    return np.zeros((images, *sizes), kinds.get(cache.type, np.float32))

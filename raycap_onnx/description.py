@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 MAX_VOCABULARY_BYTES = 2**26
-T = TypeVar("T")
 
 
 class CaptionerError(ValueError):
     """A folder, a setting or an image that cannot be used, in one sentence."""
 
 
-class Values:
-    """An object of a JSON file, whose values are checked when they are read. name: of the object, for messages."""
+def checked(values: object, name: str, kinds: Mapping[str, type | range]) -> dict[str, Any]:
+    """The values of an object of JSON: of a type, or whole numbers in a range. name: of the object, for messages.
 
-    def __init__(self, values: object, name: str) -> None:
-        if not isinstance(values, dict):
-            raise CaptionerError(f"{name} must be an object of JSON")
-        self.values, self.name = values, name
+    Raises CaptionerError for other values.
+    """
+    if not isinstance(values, dict):
+        raise CaptionerError(f"{name} must be an object of JSON")
+    for key, kind in kinds.items():
+        value = values.get(key)
+        if isinstance(kind, range):
+            if type(value) is not int or value not in kind:
+                expected = f"a number from {kind.start} to {kind.stop - 1}"
+                raise CaptionerError(f"{name}: {key} is {value!r:.80}; expected {expected}")
+        elif type(value) is not kind:
+            raise CaptionerError(f"{name}: {key} is {value!r:.80}; expected a value of type {kind.__name__}")
+    return {key: values[key] for key in kinds}
 
-    def get(self, key: str, kind: type[T]) -> T:
-        """The value of a key. Raises CaptionerError unless it has this type."""
-        value = self.values.get(key)
-        if type(value) is not kind:
-            raise CaptionerError(f"{self.name}: {key} is {value!r:.80}; expected a value of type {kind.__name__}")
-        return value
 
-    def number(self, key: str, least: int, most: int) -> int:
-        value = self.get(key, int)
-        if not least <= value <= most:
-            raise CaptionerError(f"{self.name}: {key} is {value!r:.80}; expected a number from {least} to {most}")
-        return value
-
-    def ids(self, key: str, count: int) -> list[int]:
-        ids = self.get(key, list)
-        if not all(type(index) is int and 0 <= index < count for index in ids):
-            raise CaptionerError(f"{self.name}: {key} must be a list of ids below {count}")
-        return ids
+def checked_ids(ids: Iterable[object], name: str, count: int) -> list[Any]:
+    """The ids of tokens of a vocabulary of `count` tokens. Raises CaptionerError for other values."""
+    found = list(ids)
+    if not all(type(index) is int and 0 <= index < count for index in found):
+        raise CaptionerError(f"{name} must be a list of ids below {count}")
+    return found
 
 
 def is_number(value: Any) -> bool:
@@ -65,24 +61,13 @@ def read_file(path: Path, limit: int) -> bytes:
     return data
 
 
-def read_json(path: Path, limit: int) -> Values:
-    """The object in a file. Raises CaptionerError."""
+def read_json(path: Path, limit: int) -> Any:
+    """The value in a JSON file. Raises CaptionerError."""
     data = read_file(path, limit)
     try:
-        parsed = json.loads(data)
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CaptionerError(f"{path}: it is not JSON ({error})") from error
-    return Values(parsed, str(path))
-
-
-def check_digest(path: Path, sha256: str) -> None:
-    """Raises CaptionerError for a file that is missing, or that has another SHA-256."""
-    if not path.is_file():
-        raise CaptionerError(f"{path} is missing or no file; export the model again")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != sha256:
-        raise CaptionerError(f"{path} is damaged: captioner.json has another SHA-256; export the model again")
 
 
 @dataclass(frozen=True)
@@ -98,14 +83,18 @@ class Words:
     unk: int
 
     @classmethod
-    def read(cls, path: Path, special: Values) -> Words:
-        read = read_json(path, MAX_VOCABULARY_BYTES)
-        texts, joining = read.get("words", list), read.get("joining", str)
+    def read(cls, path: Path, special: object) -> Words:
+        """The words in vocabulary.json. special: the ids of special tokens in captioner.json. Raises CaptionerError."""
+        content = read_json(path, MAX_VOCABULARY_BYTES)
+        texts, joining = checked(content, str(path), {"words": list, "joining": str}).values()
         if not all(isinstance(text, str) for text in texts):
             raise CaptionerError(f"{path}: words must be a list of texts")
-        glued = read.ids("without_space", len(texts)) if joining == "scripts" else []
-        ids = {key: special.number(key, 0, len(texts) - 1) for key in ("sos", "eos", "pad", "unk")}
-        return cls(texts, joining, frozenset(glued), **ids)
+        without_space = []
+        if joining == "scripts":
+            listed = checked(content, str(path), {"without_space": list})["without_space"]
+            without_space = checked_ids(listed, f"{path}: without_space", len(texts))
+        ids = checked(special, "tokens", dict.fromkeys(("sos", "eos", "pad", "unk"), range(len(texts))))
+        return cls(texts, joining, frozenset(without_space), **ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The caption's text, without special tokens except UNK."""

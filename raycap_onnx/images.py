@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap_onnx.description import CaptionerError, Values, is_number, read_file
+from raycap_onnx.description import CaptionerError, checked, is_number, read_file
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
@@ -36,21 +36,20 @@ class Transform:
     scaled_side: int
     keep_aspect: bool
     interpolation: str
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: list[float]
+    std: list[float]
 
     @classmethod
-    def parse(cls, read: Values) -> Transform:
+    def parse(cls, values: object) -> Transform:
         """The transform in captioner.json. Raises CaptionerError for values that no transform has."""
-        size = read.number("image_size", 1, MAX_SIZE)
-        mean, std = read.get("mean", list), read.get("std", list)
+        kinds: dict[str, type | range] = {"keep_aspect": bool, "interpolation": str, "mean": list, "std": list}
+        found = checked(values, "image", kinds | {"image_size": range(1, MAX_SIZE + 1)})
+        mean, std, size = found["mean"], found["std"], found["image_size"]
         if not len(mean) == len(std) == 3 or not all(map(is_number, mean + std)) or min(std) < MIN_STD:
-            raise CaptionerError(f"{read.name}: mean and std must be 3 numbers each, and std above 0")
-        interpolation = read.get("interpolation", str)
-        if interpolation not in INTERPOLATIONS:
-            raise CaptionerError(f"{read.name}: interpolation is {interpolation!r:.80}; none of {INTERPOLATIONS}")
-        side, keep_aspect = read.number("scaled_side", size, 2 * size), read.get("keep_aspect", bool)
-        return cls(size, side, keep_aspect, interpolation, tuple(mean), tuple(std))
+            raise CaptionerError("image: mean and std must be 3 numbers each, and std above 0")
+        if found["interpolation"] not in INTERPOLATIONS:
+            raise CaptionerError(f"image: interpolation is {found['interpolation']!r:.80}; none of {INTERPOLATIONS}")
+        return cls(**found | checked(values, "image", {"scaled_side": range(size, 2 * size + 1)}))
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         """Normalized pixels (3, H, W) float32 of an RGB image."""
@@ -90,8 +89,7 @@ def load_image(source: ImageSource) -> Image.Image:
     try:
         with warnings.catch_warnings():  # of damaged metadata, and of large images, which have a limit
             warnings.simplefilter("ignore")
-            image = _open_image(source)
-            _check_size(image)
+            image = _opened(source)
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # a damaged file can raise nearly any type
@@ -104,20 +102,20 @@ def load_image(source: ImageSource) -> Image.Image:
         raise CaptionerError(f"{name}: {problem.removeprefix(f'{name}: ')}") from error
 
 
-def _open_image(source: ImageSource) -> Image.Image:
-    """The image, not decoded yet if it is a file."""
-    if isinstance(source, Image.Image):
-        return source
+def _opened(source: ImageSource) -> Image.Image:
+    """The image, not decoded yet if it is a file.
+
+    Raises CaptionerError for an image, or a tile of a TIFF file, with too many pixels or too long a side.
+    """
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.shape[2:] not in ((), (3,)) or source.ndim < 2:
             raise CaptionerError(f"it is an array of {source.dtype} {source.shape}; expected uint8 (H, W) or (H, W, 3)")
-        return Image.fromarray(source)
-    data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)
-    return Image.open(io.BytesIO(data), formats=FILE_FORMATS)
-
-
-def _check_size(image: Image.Image) -> None:
-    """Raises CaptionerError for an image, or a tile of a TIFF file, with too many pixels or too long a side."""
+        image = Image.fromarray(source)
+    elif isinstance(source, Image.Image):
+        image = source
+    else:
+        data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)
+        image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)
     sizes = [image.size]
     if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
         sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
@@ -127,6 +125,7 @@ def _check_size(image: Image.Image) -> None:
             raise CaptionerError(
                 f"it has {width} x {height} pixels; the limit is {limit}, and {MAX_IMAGE_SIDE} for a side"
             )
+    return image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

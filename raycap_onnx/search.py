@@ -5,14 +5,13 @@ Shapes: B images, K beams per image, T caption tokens, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from raycap_onnx.description import CaptionerError, Values, Words, is_number
+from raycap_onnx.description import CaptionerError, Words, checked, is_number
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
@@ -39,28 +38,24 @@ class Search:
     no_open_endings: bool
 
     @classmethod
-    def parse(cls, read: Values, max_positions: int) -> Search:
+    def parse(cls, values: dict[str, Any], max_positions: int) -> Search:
         """The search in captioner.json. Raises CaptionerError for values that no search has."""
-        if read.get("sampling", bool) or read.number("beam_groups", 1, MAX_BEAMS) > 1:
+        beams, lengths = range(1, MAX_BEAMS + 1), range(2, max_positions + 1)
+        kinds: dict[str, type | range] = {"beam_size": beams, "max_length": lengths, "min_length": lengths}
+        kinds |= dict.fromkeys(("collapse_repeats", "suppress_unk", "no_open_endings", "sampling"), bool)
+        kinds |= {"beam_groups": beams, "no_repeat_ngram": range(1, MAX_TOKENS + 1)}
+        if values.get("no_repeat_ngram") is None:
+            del kinds["no_repeat_ngram"]
+        found = {"no_repeat_ngram": None} | checked(values, "search", kinds)
+        if found.pop("sampling") or found.pop("beam_groups") > 1:
             raise CaptionerError(
-                f"{read.name} asks for drawn captions or groups of beams, which raycap_onnx does not have; export a "
-                "model whose search has neither"
+                "search asks for drawn captions or groups of beams, which raycap_onnx does not have; export a model "
+                "whose search has neither"
             )
-        ranking: Any = read.values.get("ranking")
+        ranking: Any = values.get("ranking")
         if ranking not in ("mean", "sum") and not is_number(ranking):
-            raise CaptionerError(f"{read.name}: ranking is {ranking!r:.80}; expected mean, sum or a number")
-        max_length = read.number("max_length", 2, max_positions)
-        repeats = read.values.get("no_repeat_ngram")
-        return cls(
-            beam_size=read.number("beam_size", 1, MAX_BEAMS),
-            max_length=max_length,
-            ranking=ranking,
-            collapse_repeats=read.get("collapse_repeats", bool),
-            suppress_unk=read.get("suppress_unk", bool),
-            min_length=read.number("min_length", 2, max_length),
-            no_repeat_ngram=None if repeats is None else read.number("no_repeat_ngram", 1, MAX_TOKENS),
-            no_open_endings=read.get("no_open_endings", bool),
-        )
+            raise CaptionerError(f"search: ranking is {ranking!r:.80}; expected mean, sum or a number")
+        return cls(ranking=ranking, **found)
 
     def divisor(self, lengths: np.ndarray) -> np.ndarray:
         """By what the sums of log-probabilities of captions with these lengths are divided to rank them."""
@@ -71,90 +66,66 @@ class Search:
         return ((lengths.astype(np.float32) + 4) / 6) ** np.float32(self.ranking)
 
 
-class Beams:
-    """The beams of B images in progress: tokens and log_probs (B, K, T), their sums `scores`, and `ended` (B, K)."""
-
-    def __init__(self, tokens: np.ndarray) -> None:
-        self.tokens, self.log_probs = tokens, np.zeros(tokens.shape, np.float32)
-        self.scores = np.full(tokens.shape[:2], -np.inf, np.float32)
-        self.scores[:, 0] = 0.0  # all beams are equal: only the first one is extended
-        self.ended = np.zeros(tokens.shape[:2], bool)
-
-    def extend(self, log_probs: np.ndarray, position: int, words: Words) -> np.ndarray:
-        """Keeps the K best continuations, from log_probs (B, K, V). Returns the beams (B, K) that they continue."""
-        num_images, num_beams, num_words = log_probs.shape
-        offered = min(num_beams, num_words)
-        word = np.argpartition(log_probs, num_words - offered, -1)[:, :, num_words - offered :]
-        best = np.take_along_axis(log_probs, word, -1)
-        order = np.argsort(-best, -1, kind="stable")
-        word, best = (np.take_along_axis(each, order, -1) for each in (word, best))
-        best[self.ended], word[self.ended] = -np.inf, words.pad
-        best[self.ended, 0] = 0.0  # an ended beam is one candidate and keeps its score
-        sums = (self.scores[:, :, None] + best).reshape(num_images, -1)
-        chosen = np.argsort(-sums, -1, kind="stable")[:, :num_beams]
-        parent = chosen // offered
-        self.scores = np.take_along_axis(sums, chosen, -1)
-        self.tokens, self.log_probs = (
-            np.take_along_axis(each, parent[:, :, None], 1) for each in (self.tokens, self.log_probs)
-        )
-        self.tokens[:, :, position] = np.take_along_axis(word.reshape(num_images, -1), chosen, -1)
-        self.log_probs[:, :, position] = np.take_along_axis(best.reshape(num_images, -1), chosen, -1)
-        self.ended = np.take_along_axis(self.ended, parent, 1) | (self.tokens[:, :, position] == words.eos)
-        return parent
-
-    def pick(self, images: np.ndarray) -> Beams:
-        """A copy of the beams of the images with these indices."""
-        picked = copy.copy(self)
-        for name, each in vars(self).items():
-            setattr(picked, name, each[images])
-        return picked
-
-    def write(self, images: np.ndarray, beams: Beams) -> None:
-        """Overwrites the beams of the images with these indices."""
-        for name, each in vars(self).items():
-            each[images] = getattr(beams, name)
-
-    def best(self, search: Search, words: Words) -> list[tuple[list[int], float]]:
-        """The tokens of the best caption of each image, with SOS and EOS, and the sum of its log-probabilities."""
-        before = np.cumsum(self.tokens == words.eos, -1) == 0
-        lengths = np.minimum(before.sum(-1) + 1, self.tokens.shape[-1])
-        beam = (self.scores / search.divisor(lengths)).argmax(-1)
-        image = np.arange(len(beam))
-        sums = self.log_probs[image, beam].sum(-1).tolist()
-        rows = zip(self.tokens[image, beam].tolist(), lengths[image, beam].tolist(), strict=True)
-        return [(tokens[:length], log_prob) for (tokens, length), log_prob in zip(rows, sums, strict=True)]
-
-
 def beam_search(
     step: Step, memory: dict[str, np.ndarray], search: Search, words: Words, open_endings: np.ndarray
-) -> Beams:
-    """The beams of all images after the search. Finished images leave the batch when they are at least half of it.
+) -> list[tuple[list[int], float]]:
+    """The tokens of the best caption of each image, with SOS and EOS, and the sum of their log-probabilities.
 
-    open_endings: the ids of words that need another word after them.
+    Finished images leave the batch when they are at least half of it. open_endings: the ids of words that need another
+    word after them.
     """
-    num_beams, num_images = search.beam_size, len(next(iter(memory.values())))
+    num_images, num_beams = len(next(iter(memory.values()))), search.beam_size
     tokens = np.full((num_images, num_beams, search.max_length), words.pad, np.int64)
     tokens[:, :, 0] = words.sos
-    beams, images, cache = Beams(tokens), np.arange(num_images), None
-    results = beams.pick(images)
+    log_probs, ended = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape[:2], bool)
+    scores = np.full(ended.shape, -np.inf, np.float32)
+    scores[:, 0] = 0.0  # all beams are equal: only the first one is extended
+    images, cache = np.arange(num_images), None
     new, rows = tokens[:, :1, 0], images[:, None]  # all beams start alike: in the first step an image has one
     for position in range(1, search.max_length):
-        log_probs, cache = step(new, rows, memory, cache)
-        num_rows = log_probs.shape[1]  # per image
-        log_probs = np.repeat(log_probs, num_beams // num_rows, 1)
-        log_probs = _restricted(log_probs, beams.tokens[:, :, :position], search, words, open_endings)
-        parent = beams.extend(log_probs, position, words)
+        offered, cache = step(new, rows, memory, cache)
+        num_rows = offered.shape[1]  # per image
+        offered = np.repeat(offered, num_beams // num_rows, 1)
+        offered = _restricted(offered, tokens[images, :, :position], search, words, open_endings)
+        parent, new, value, scores[images] = _continued(offered, scores[images], ended[images], words.pad)
+        for each, last in ((tokens, new), (log_probs, value)):
+            each[images] = np.take_along_axis(each[images], parent[:, :, None], 1)
+            each[images, :, position] = last
+        ended[images] = np.take_along_axis(ended[images], parent, 1) | (new == words.eos)
         rows = np.arange(len(images))[:, None] * num_rows + np.minimum(parent, num_rows - 1)
-        finished = np.asarray(beams.ended.all(1))
-        if 2 * finished.sum() >= len(images):
-            results.write(images[finished], beams.pick(finished))
-            images, beams, rows = images[~finished], beams.pick(~finished), rows[~finished]
-            if not len(images):
-                return results
-            memory = {name: each[~finished] for name, each in memory.items()}
-        new = beams.tokens[:, :, position]
-    results.write(images, beams)
-    return results
+        remains = ~ended[images].all(1)
+        if not remains.any():
+            break
+        if 2 * remains.sum() <= len(images):
+            images, rows, new = images[remains], rows[remains], new[remains]
+            memory = {name: each[remains] for name, each in memory.items()}
+    lengths = np.minimum((np.cumsum(tokens == words.eos, -1) == 0).sum(-1) + 1, search.max_length)
+    best = np.arange(num_images), (scores / search.divisor(lengths)).argmax(-1)
+    rows_of_best = zip(tokens[best].tolist(), lengths[best].tolist(), log_probs[best].sum(-1).tolist(), strict=True)
+    return [(caption[:length], log_prob) for caption, length, log_prob in rows_of_best]
+
+
+def _continued(
+    log_probs: np.ndarray, scores: np.ndarray, ended: np.ndarray, pad: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The K best continuations of each image's beams, from the log-probabilities (B, K, V) of words after them.
+
+    scores, ended: of the beams (B, K). The results are (B, K): the beam that is continued, its new word, the word's
+    log-probability and the new score.
+    """
+    num_images, num_beams, num_words = log_probs.shape
+    offered = min(num_beams, num_words)
+    word = np.argpartition(log_probs, num_words - offered, -1)[:, :, num_words - offered :]
+    value = np.take_along_axis(log_probs, word, -1)
+    order = np.argsort(-value, -1, kind="stable")
+    word, value = (np.take_along_axis(each, order, -1) for each in (word, value))
+    value[ended], word[ended] = -np.inf, pad
+    value[ended, 0] = 0.0  # an ended beam is one candidate and keeps its score
+    sums = (scores[:, :, None] + value).reshape(num_images, -1)
+    chosen = np.argsort(-sums, -1, kind="stable")[:, :num_beams]
+    flat = (each.reshape(num_images, -1) for each in (word, value, sums))
+    new, value, sums = (np.take_along_axis(each, chosen, -1) for each in flat)
+    return chosen // offered, new, value, sums
 
 
 def _restricted(
@@ -166,10 +137,8 @@ def _restricted(
     """
     length = tokens.shape[-1]
     forbidden = np.zeros(log_probs.shape, bool)
-    if search.suppress_unk:
-        forbidden[:, :, words.unk] = True
-    if length + 1 < search.min_length:
-        forbidden[:, :, words.eos] = True
+    forbidden[:, :, words.unk] = search.suppress_unk
+    forbidden[:, :, words.eos] = length + 1 < search.min_length
     order = search.no_repeat_ngram
     if order is not None and length >= order:
         windows = np.lib.stride_tricks.sliding_window_view(tokens, order, -1)  # (B, K, t - order + 1, order)

@@ -262,7 +262,7 @@ def _caption(
             _print_note(f"{signature['precision']} is used, as measured where the images are captioned")
         search = {"search": request.changes, "precision": signature["precision"]}
         write = _printer(json_lines) if output is None else stack.enter_context(output.open(signature))
-        with progress("captions", len(pending), write=_print_note) as advance:
+        with progress("captions", len(pending)) as advance:
             for row in captions(search):
                 num_failed += "error" in row
                 largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))

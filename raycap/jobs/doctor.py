@@ -73,11 +73,11 @@ class Finding:
 
 
 class ScarceError(Exception):
-    """What a check has found suffices for a part of the work only."""
+    """A check has found less than all work needs, but enough for a part of it."""
 
 
 def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = True) -> Finding:
-    """The finding of a check. look: returns what is there; any error that it raises is the problem."""
+    """Runs a check. look: returns what it found, or raises an error that describes the problem."""
     try:
         return Finding(name, "ok", look())
     except Exception as error:  # libraries raise many types for a broken installation, credentials and settings
@@ -392,7 +392,7 @@ def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
 
 
 def listed(texts: Mapping[str, str]) -> str:
-    """The texts of nodes; equal ones together."""
+    """Joins the texts of nodes to one. Nodes with equal texts are named together."""
     by_text: dict[str, list[str]] = {}
     for node, text in texts.items():
         by_text.setdefault(text, []).append(node)

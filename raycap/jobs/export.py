@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +12,9 @@ import typer
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
-from raycap.pipeline.serving.graph_formats import DEFAULT_OPSET, OPSETS, REMEDY, require_packages
 
+OPSETS = range(18, 24)  # that the exporter of PyTorch and onnxruntime know
+REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 logger = logging.getLogger(__name__)
 
 
@@ -25,9 +27,7 @@ def export(
     precision: Annotated[
         Literal["float32", "float16"], typer.Option(metavar="PRECISION", help="float32, or float16 for a GPU.")
     ] = "float32",
-    opset: Annotated[
-        int, typer.Option(min=OPSETS[0], max=OPSETS[-1], help="The version of ONNX's operators.")
-    ] = DEFAULT_OPSET,
+    opset: Annotated[int, typer.Option(min=OPSETS[0], max=OPSETS[-1], help="The version of ONNX's operators.")] = 20,
 ) -> None:
     """Write a captioner as graphs that run without raycap.
 
@@ -38,8 +38,9 @@ def export(
     """
     from raycap.pipeline.serving.export import ExportSettings, export_captioner
 
-    if format_ == "onnx":
-        require_packages()
+    for package in ("onnx", "onnxscript") if format_ == "onnx" else ():
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"--format onnx needs the package {package}, which is not installed; {REMEDY}")
     check_output_folder("--out", out)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.first_configuration import config_name, config_text, detect_language, facts_of
+from raycap.pipeline.data.first_configuration import config_text, detect_language, facts_of
 from raycap.pipeline.data.survey import survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
@@ -38,7 +39,7 @@ def init(
              raycap init shards --no-pretrained --force
     """
     found = survey(place)
-    name = config_name(found.root.name if found.root.name else "captions")
+    name = re.sub(r"[^A-Za-z0-9]+", "-", found.root.name).strip("-")[:60] or "captions"
     path = Path(f"{name}.yaml") if out is None else out
     check_output_file("--out", path)
     if path.exists() and not force:

@@ -10,10 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from raycap.jobs.evaluate import evaluate_ensemble
-from raycap.jobs.extract import initial_weights
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from raycap.jobs.seeds import seed_configs, summarize_runs
@@ -34,7 +32,7 @@ from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
+from raycap.pipeline.features.extraction import describe_features, extract_features
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
@@ -70,7 +68,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
-    folder = prepare(config, data or find_run_data(config, address))
+    folder = prepare(config, data)
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -105,19 +103,6 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     return folder
 
 
-def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features.
-
-    Otherwise threads of this process read the new images.
-    """
-    reads_images = config.stages[0].train_backbone or config.features.store == "never"
-    if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
-        return find_data(config)
-    with TemporaryDirectory(prefix="raycap-") as scratch:
-        weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
-        return find_data(config, hash_and_extract(config, weights, start))
-
-
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
     """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
@@ -136,7 +121,7 @@ def run_log(folder: RunFolder) -> Iterator[None]:
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
-    folder = prepare(config, find_run_data(config, address))
+    folder = prepare(config)
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
             RunDriver(folder, address).train()
@@ -145,7 +130,7 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a run or search in the context. Raises UserError when one is working on it."""
+    """Holds the lock of a run or search in the context. Raises UserError if another process has it."""
     with try_lock(folder) as has_lock:
         if not has_lock:
             raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
@@ -155,8 +140,7 @@ def alone(folder: Path) -> Iterator[None]:
 def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     """Groups consecutive stages that one call of `jobs.train.fit` can run. Features are extracted before each group.
 
-    A frozen stage after a stage that trains the backbone begins a group, because only the trained backbone can compute
-    its features.
+    A frozen stage after a stage that trains the backbone begins a group, because it needs the new backbone's features.
     """
     groups: list[list[StageSection]] = []
     for stage in stages:
@@ -351,7 +335,7 @@ class RunDriver:
 
     @property
     def _decides_checkpointing(self) -> bool:
-        """Whether a dry run must decide if the GPUs' memory suffices to keep the activations of a backbone."""
+        """True if a dry run must find out if the GPUs have the memory to keep a backbone's activations."""
         trains_backbone = any(stage.train_backbone for stage in self._pending)
         is_open = self.config.backbone.gradient_checkpointing == "auto"
         return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
@@ -480,7 +464,7 @@ class RunDriver:
 
 
 def _may_be_complete(config: RunConfig) -> bool:
-    """Whether the run may need no resources, because one of its name is complete. S3 is not asked."""
+    """True if a run of this name is complete, which needs no resources, or if the storage is on S3."""
     place = config.storage_place
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 
@@ -490,7 +474,7 @@ def run_seeds(config: RunConfig, count: int, address: str | None, *, with_ensemb
 
     Runs that are complete are not repeated. with_ensemble: also captions the test splits with the ensemble of all runs.
     """
-    configs, data = seed_configs(config, count), find_run_data(config, address)
+    configs, data = seed_configs(config, count), find_data(config)
     folders = []
     for number, each in enumerate(configs, 1):
         logger.info(f"seed {each.seed}    run {number} of {count}")

@@ -107,7 +107,7 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
 
 @contextmanager
 def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
-    """Ray's client of the jobs server, which sends the token that it finds.
+    """Yields Ray's client of the jobs server, which finds the token by itself.
 
     Inside the `with`, a refused request raises UserError, and an unreachable server raises JobFailedError.
     """
@@ -162,9 +162,9 @@ def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
 
 
 def _configs(job: Job, path: Path, data: Path | None, overrides: Sequence[str]) -> list[RunConfig]:
-    """The run of a configuration or the base of a search, and the same with the data of `--data`.
+    """The configuration of the run or of the search's base, and with `--data` also a copy with that data.
 
-    The cluster's secrets have a placeholder where this machine lacks them.
+    Secrets that only the cluster has are replaced by a placeholder.
     """
     missing = [name for name in job.secrets if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "on-the-cluster"))
@@ -199,7 +199,7 @@ def _checked_command(command: str) -> str:
 
 
 def dashboard_address(address: str) -> str:
-    """The address with its scheme and without a slash at its end. Raises UserError for a text that is none."""
+    """The address with its scheme and without a slash at its end. Raises UserError for any other text."""
     full = (address if "://" in address else f"http://{address}").rstrip("/")
     if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.%]+\])(:\d{1,5})?(/[\w./-]*)?", full, re.ASCII):
         raise UserError(
@@ -310,7 +310,7 @@ def variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def secret_names(given: Sequence[str]) -> tuple[str, ...]:
-    """Each name of a secret once. Raises UserError for a name with a value, and for what is no name."""
+    """The names of secrets without repetitions. Raises UserError for a name with a value and for an invalid name."""
     for text in given:
         name, separator, _ = text.partition("=")
         if separator:

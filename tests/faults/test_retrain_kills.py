@@ -1,6 +1,6 @@
 """`raycap retrain` with real trainings on Ray, killed with kill -9 at each of its steps and in the middle of training.
 
-A long proof (`make proof`), on one machine and on a cluster whose nodes share no disk.
+A long proof (`make proof`) on a cluster whose nodes share no disk.
 `tests/integration/test_retrain*.py` hold the short ones, with a trainer that needs no Ray.
 """
 
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -33,38 +32,11 @@ TIMEOUT_S = 900
 KILLED_AT = ("step 1/5", "step 2/5", "step 3/5", "xe_finetune  50/", "step 4/5", "step 5/5")
 
 
-class Machine:
-    """Runs raycap as a local process, with a local Ray."""
-
-    address: tuple[str, ...] = ()
-
-    def start(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-        with log.open("wb") as output:
-            return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=output)
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        process.kill()
-        process.wait()
-
-
-class Nodes(Machine):
-    """Runs raycap on a cluster. Each driver has a cache of its own, so none finds files of the one before."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.address = cluster, ("--address", cluster.address)
-
-    def start(self, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-        return self.cluster.start(HEAD, words, log, RAYCAP_CACHE=str(self.cluster.disk / log.stem))
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        self.cluster.kill(process)
-
-
 class Scenes:
-    """A growing part of the synthetic data set, a storage, and the machines that retrain."""
+    """A growing part of the synthetic data set, a storage, and the cluster that retrains."""
 
-    def __init__(self, folder: Path, storage: StoragePath, machine: Machine) -> None:
-        self.folder, self.machine, self.num_calls = folder, machine, 0
+    def __init__(self, folder: Path, storage: StoragePath, cluster: Cluster) -> None:
+        self.folder, self.cluster, self.num_calls = folder, cluster, 0
         self.data, self.results = storage / "data", storage / "results"
         write_dataset(folder / "all", SceneConfig(num_images=1200, image_size=32))
         for image in (folder / "all/images").iterdir():
@@ -92,11 +64,12 @@ class Scenes:
         (self.data / "dataset.json").write_bytes(json.dumps({"images": self.entries}).encode())
 
     def start(self, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """A call's process and the file of its output."""
+        """A call's process and the file of its output. Each driver has a cache of its own."""
         self.num_calls += 1
         log = self.folder / f"call-{self.num_calls}.txt"
         words = [sys.executable, "-u", "-m", "raycap", "retrain", str(self.config), *options]
-        return self.machine.start([*words, *self.machine.address], log), log
+        words += ["--address", self.cluster.address]
+        return self.cluster.start(HEAD, words, log, RAYCAP_CACHE=str(self.cluster.disk / log.stem)), log
 
     def call(self, *options: str) -> str:
         process, log = self.start(*options)
@@ -108,7 +81,7 @@ class Scenes:
             assert process.wait(TIMEOUT_S) == 0, log.read_text()
         finally:
             if process.poll() is None:
-                self.machine.kill(process)
+                self.cluster.kill(process)
         return log.read_text()
 
     def killed_at(self, line: str) -> str:
@@ -117,7 +90,7 @@ class Scenes:
         while not re.search(f"^ *{re.escape(line)}", log.read_text(), re.MULTILINE):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        self.machine.kill(process)
+        self.cluster.kill(process)
         return log.read_text()
 
     def sound(self, number: int) -> dict[str, Any]:
@@ -127,15 +100,10 @@ class Scenes:
         return decisions(self.store, state)[0].model_dump(exclude_unset=True) if number else {}
 
 
-@pytest.fixture(params=["one machine", "nodes with private disks"])
-def scenes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scenes]:
-    if request.param == "one machine":
-        yield Scenes(tmp_path, StoragePath(str(tmp_path)), Machine())
-        return
-    with ExitStack() as stack:
-        url = request.getfixturevalue("s3")
-        cluster = stack.enter_context(worker_cluster())
-        yield Scenes(tmp_path, StoragePath("s3://data/retrain", StorageOptions(url)), Nodes(cluster))
+@pytest.fixture
+def scenes(s3: str, tmp_path: Path) -> Iterator[Scenes]:
+    with worker_cluster() as cluster:
+        yield Scenes(tmp_path, StoragePath("s3://data/retrain", StorageOptions(s3)), cluster)
 
 
 @pytest.mark.proof

@@ -208,15 +208,6 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     assert folder.delivered_weights("model").parent.parent.name == "xe_finetune"
 
 
-def test_a_loss_that_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
-    folder, store = prepare_run(tmp_path, stages=small_config(tmp_path)["stages"][:1])
-    run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder, STAGES[:1], store))
-    with torch.no_grad():
-        next(iter(run.captioner.model.parameters())).fill_(float("nan"))
-    with pytest.raises(DivergedError, match="stage xe_frozen, step 0, rank 0"):
-        run.run()
-
-
 @pytest.mark.parametrize(
     "changes",
     [{"checkpoint_every_steps": 2}, {"checkpoint_every_steps": 2, "validate_every_epochs": 0.5}],
@@ -306,18 +297,6 @@ def run_until(run: StageRun, last: int) -> None:
 def noticed_steps(folder: RunFolder) -> list[int]:
     """The steps after which the journal has a notice."""
     return [entry["step"] for entry in read_journal(folder.journal) if entry.get("text") == NOTICE]
-
-
-def test_after_a_notice_the_next_step_is_saved(tmp_path: Path, undisturbed: RunFolder) -> None:
-    """The stage saves no other checkpoint before it is killed, and resumes from that one."""
-    stages = [stage | {"checkpoint_every_steps": 500} for stage in small_config(tmp_path)["stages"]]
-    folder, store = prepare_run(tmp_path, stages=stages, features=VIEWS)
-    job = StageJob(folder, STAGES[:1], store)
-    run_until(StageRun(NoticedContext(notice_at=1), folder, folder.config.stages[0], job), last=4)
-    assert [path.name for path in folder.stage(STAGES[0]).glob("step-*")] == ["step-2"]
-    assert noticed_steps(folder) == [2], "one event and one checkpoint for a notice that stays"
-    train_stages(LocalContext("cpu"), job)
-    assert_same_weights(best_weights(folder.stage(STAGES[0])), best_weights(undisturbed.stage(STAGES[0])))
 
 
 class StoppedContext(LocalContext):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from raycap.jobs.cli import main
+from raycap.jobs.retrain import RayWork
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.retraining import rollback
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import S3Object, StorageError
-from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
 
 
@@ -223,14 +223,9 @@ def test_a_rollback_fences_out_a_running_retraining(world: World) -> None:
     sound(world, 3)
 
 
-def test_a_damaged_champion_is_refused(world: World) -> None:
-    first(world)
-    state = world.store.read()
-    assert state.champion is not None
-    (world.storage / state.champion.bundle / "model.safetensors").write_bytes(b"{}")
-    (sentence,) = errors_of(world.store)
-    assert "model.safetensors does not have the digest" in sentence
-    world.add("train", 20, range(3, 8))
-    with pytest.raises(OSError, match=r"a champion's bundle is damaged: .*model\.safetensors"):
-        world.call()
-    assert world.store.read().number == 1
+def test_a_bundle_that_has_changed_is_not_scored(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"{}")
+    bundle, digests = StoragePath(str(tmp_path)), {"model.safetensors": "0"}
+    with pytest.raises(OSError, match="is not what it was when it was written; restore it from a copy"):
+        RayWork(None).evaluate(bundle, digests, None, world.config)  # type: ignore[arg-type]

@@ -5,57 +5,53 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
 
 import raycap
-from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from raycap.pipeline.serving.app import AppSettings, make_app
-from raycap.pipeline.serving.host import ModelHost, load_address
-from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, Metrics, ServedModel, ServedModels
+from raycap.pipeline.serving.address import ModelAddress
+from raycap.pipeline.serving.app import make_app
+from raycap.pipeline.serving.host import ModelHost
+from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 LOCAL = "http://127.0.0.1:8000"
 
 
 class LocalCaptioners:
-    """A model in this process. `wait`: an event that captions wait for. `fails`: what they raise."""
+    """A model in this process (`Captioners`). `wait`: an event that captions wait for. `fails`: what they raise."""
 
     def __init__(self, host: ModelHost) -> None:
         self.host, self.num_jobs = host, 0
         self.wait: asyncio.Event | None = None
         self.fails: Exception | None = None
 
-    async def describe(self) -> tuple[dict[str, Any], ImageTransform]:
-        return self.host.describe()
-
-    async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
-        self.num_jobs += len(jobs)
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        if method == "describe":
+            return asdict(self.host.current.info), self.host.current.service.transform
+        if method == "caption":
+            self.num_jobs += len(arguments[0])
         if self.wait is not None:
             await self.wait.wait()
         if self.fails is not None:
             raise self.fails
-        return await asyncio.to_thread(self.host.caption, jobs)
-
-    async def explain(self, job: ExplainJob) -> Answer:
-        if self.fails is not None:
-            raise self.fails
-        return await asyncio.to_thread(self.host.explain, job)
+        return await asyncio.to_thread(getattr(self.host, method), *arguments)
 
 
 def host_of(bundle: Path) -> ModelHost:
-    return ModelHost(load_address(str(bundle), "results", device="cpu"))
+    address = ModelAddress(str(bundle), storage_path("results"))
+    return ModelHost(address, address.resolve(), {"device": "cpu"})
 
 
-def local_client(models: dict[str, LocalCaptioners], settings: AppSettings = AppSettings()) -> TestClient:
-    """A client of a server with these models."""
-    metrics = Metrics()
-    served = {name: ServedModel(name, captioners, metrics) for name, captioners in models.items()}
-    return TestClient(make_app(ServedModels(served), settings, metrics), base_url=LOCAL)
+def local_client(models: Mapping[str, LocalCaptioners], token: str | None = None, **arguments: Any) -> TestClient:
+    """A client of a server with these models. arguments: of `ServeArguments`."""
+    served = ServeArguments(**{"models": tuple(models), "loopback_only": True} | arguments)
+    return TestClient(make_app(models, served, token), base_url=LOCAL)
 
 
 def crown(storage: StoragePath | Path, name: str, bundle: Path, token: int) -> BundleRecord:

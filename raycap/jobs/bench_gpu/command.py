@@ -14,16 +14,14 @@ from typing import Annotated
 import torch
 import typer
 
-from raycap.jobs.bench_gpu.measuring import GpuFacts, facts_of
-from raycap.jobs.bench_gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, Plan, Row
+from raycap.jobs.bench_gpu.parts import BEAM, PAPER, PARTS, REHEARSAL, STAGES, Plan, Row
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.processor import prepare_processor
 
 A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
 BY_NAME = {part.__name__: part for part in PARTS}
-COLUMNS = "{:<12}{:<46}{:<10}{:>9}{:>10}{:>7}{:>8}{:>7}{:>7}"
-HEADER = COLUMNS.format("part", "case", "precision", "s/call", "images/s", "GiB", "TFLOP", "peak", "hours")
+COLUMNS = "{:<12}{:<46}{:<10}{:>9}{:>10}{:>7}{:>8}{:>7}"
 
 
 def bench_gpu(
@@ -34,9 +32,8 @@ def bench_gpu(
 ) -> None:
     """Speed of training, extraction and decoding on one GPU.
 
-    It needs neither data nor a network; weights and data are random. The column `peak` is the share of the GPU's peak
-    for products of this precision; `hours` are those of the stage on COCO. Cases that fail, and those for which no time
-    remains, are named and left out.
+    It needs neither data nor a network; weights and data are random. The column `hours` has those of the stage on COCO.
+    Cases that fail, and those for which no time remains, are named and left out.
 
     Example: raycap bench gpu --out results/gpu --minutes 15
     """
@@ -52,7 +49,7 @@ def bench_gpu(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be created: {error.strerror}; choose another folder") from error
-    facts, rows = facts_of(device), list[Row]()
+    rows: list[Row] = []
     with (out / "table.txt").open("w") as table:
 
         def show(line: str) -> None:
@@ -60,7 +57,7 @@ def bench_gpu(
             print(line, file=table, flush=True)
 
         show(describe(device))
-        show(HEADER)
+        show(COLUMNS.format("part", "case", "precision", "s/call", "images/s", "GiB", "TFLOP/s", "hours"))
         for part in parts.split(","):
             for name, measure_row in BY_NAME[part](plan, device):
                 if time.monotonic() - begin > 60 * minutes:
@@ -68,7 +65,7 @@ def bench_gpu(
                     continue
                 try:
                     rows.append(measure_row())
-                    show(line_of(rows[-1], facts))
+                    show(line_of(rows[-1]))
                 except Exception as error:  # the other cases are still worth their time
                     show(f"{part:<12}{name}: failed: {type(error).__name__}: {one_line(error)}")
                 gc.collect()  # the models of the last row, before the next one is made
@@ -76,8 +73,7 @@ def bench_gpu(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 (out / "rows.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
-        for line in recipe_lines(rows, plan):
-            show(line)
+        show(recipe_line(rows, plan))
         show(f"finished in {time.monotonic() - begin:.0f} s; results in {out}")
 
 
@@ -90,42 +86,32 @@ def describe(device: torch.device) -> str:
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}, {versions}"
 
 
-def line_of(row: Row, facts: GpuFacts | None) -> str:
+def line_of(row: Row) -> str:
     """A row of the table."""
-    measured = row.measured
-    operations = f"{measured.operations / 1e12:.2f}" if measured.operations else ""
-    share = ""
-    if facts is not None and measured.operations:
-        share = f"{100 * measured.operations / measured.seconds / facts.peak(row.precision):.0f} %"
-    return COLUMNS.format(
-        row.part,
-        row.case,
-        row.precision,
-        f"{measured.seconds:.4f}",
+    seconds, memory, operations = row.measured.seconds, row.measured.memory_gib, row.measured.operations
+    rate = f"{operations / seconds / 1e12:.1f}" if operations else ""
+    numbers = (
+        f"{seconds:.4f}",
         f"{row.per_second:.1f}",
-        f"{measured.memory_gib:.1f}",
-        operations,
-        share,
+        f"{memory:.1f}",
+        rate,
         f"{row.hours:.2f}" if row.samples else "",
     )
+    return COLUMNS.format(row.part, row.case, row.precision, *numbers)
 
 
-def recipe_lines(rows: Iterable[Row], plan: Plan) -> list[str]:
+def recipe_line(rows: Iterable[Row], plan: Plan) -> str:
     """The hours of the whole recipe: the fastest row of each stage, and extraction and decoding at their fastest."""
     fastest: dict[str, Row] = {}
-    for row in rows:
-        key = row.case.split(",")[0]
-        if key not in fastest or row.per_second > fastest[key].per_second:
-            fastest[key] = row
-    if missing := [stage.name for stage in plan.stages if stage.name not in fastest]:
-        return [f"the whole recipe cannot be estimated without {', '.join(missing)}"]
-    stages = [fastest[stage.name] for stage in plan.stages]
-    parts = [f"{row.case} {row.precision} {row.hours:.2f} h" for row in stages]
-    total = sum(row.hours for row in stages)
+    for row in sorted(rows, key=lambda row: row.per_second):
+        fastest[row.case.split(",")[0]] = row
+    if missing := [stage.name for stage in STAGES if stage.name not in fastest]:
+        return f"the whole recipe cannot be estimated without {', '.join(missing)}"
+    stages = [fastest[stage.name] for stage in STAGES]
+    hours = {f"{row.case} {row.precision}": row.hours for row in stages}
     # before each frozen stage the features of all 123,287 images; after each of the 20 epochs captions of 5,000 images
     for name, images in ((plan.scale.backbone.name, 2 * 123_287), (BEAM, 20 * 5000)):
         if name in fastest:
-            hours = images / fastest[name].per_second / 3600
-            parts.append(f"{name} {hours:.2f} h")
-            total += hours
-    return [f"the whole recipe on COCO: {' + '.join(parts)} = {total:.2f} h; the paper: {A100_HOURS} hours of an A100"]
+            hours[name] = images / fastest[name].per_second / 3600
+    parts = " + ".join(f"{name} {each:.2f} h" for name, each in hours.items())
+    return f"the whole recipe on COCO: {parts} = {sum(hours.values()):.2f} h; the paper: {A100_HOURS} hours of an A100"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -32,19 +33,17 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How large everything is: at the paper's size, or small for a rehearsal on a CPU."""
+    """How large everything is; the defaults are the paper's sizes. max_images: per training step."""
 
-    scale: Scale
-    stages: tuple[Case, ...]
-    max_images: int  # per training step
-    extraction_batches: tuple[int, ...]
-    decoding_batches: tuple[int, ...]
-    vit: str
-    vit_size: int
-    compiles: bool
+    scale: Scale = field(default_factory=Scale)
+    max_images: int = 48
+    extraction_batches: tuple[int, ...] = (32, 128)
+    decoding_batches: tuple[int, ...] = (16, 64, 256, 512)
+    vit: BackboneConfig = field(default_factory=partial(BackboneConfig, name="vit_base_patch16_384", image_size=384))
+    compiles: bool = True
 
 
-PAPER = Plan(Scale(), STAGES, 48, (32, 128), (16, 64, 256, 512), "vit_base_patch16_384", 384, compiles=True)
+PAPER = Plan()
 _SMALL_SWIN = BackboneConfig(
     name="swin_tiny_patch4_window7_224", image_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
 )
@@ -52,16 +51,9 @@ _SMALL_MODEL = ExpansionNetConfig(
     d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4, 8),
     dynamic_expansion=2,
 )  # fmt: skip
-REHEARSAL = Plan(
-    Scale(_SMALL_MODEL, _SMALL_SWIN, vocabulary=60, feature_width=32, tokens=16, words=5, reference_images=8),
-    STAGES,
-    4,
-    (2,),
-    (2,),
-    "vit_tiny_patch16_224",
-    32,
-    compiles=False,
-)
+_SMALL = Scale(_SMALL_MODEL, _SMALL_SWIN, vocabulary=60, feature_width=32, tokens=16, words=5, reference_images=8)
+_SMALL_VIT = BackboneConfig(name="vit_tiny_patch16_224", image_size=32)
+REHEARSAL = Plan(_SMALL, 4, (2,), (2,), _SMALL_VIT, compiles=False)  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ Rows = Iterator[tuple[str, Callable[[], Row]]]  # the name of each row, and a fu
 
 def training(plan: Plan, device: torch.device) -> Rows:
     """Steps of the recipe's four stages: each precision, and without checkpointing of activations."""
-    for stage in plan.stages:
+    for stage in STAGES:
         cases = [replace(stage, precision=precision) for precision in PRECISIONS]
         if stage.end_to_end:
             cases.append(replace(cases[-1], checkpointing=False))
@@ -100,7 +92,7 @@ def training(plan: Plan, device: torch.device) -> Rows:
 def compiled(plan: Plan, device: torch.device) -> Rows:
     """Steps of the four stages in bfloat16 with compiled layers. The last part, because compiling takes minutes."""
     if plan.compiles:
-        for stage in plan.stages:
+        for stage in STAGES:
             case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
             yield step_row("compiled", case, plan, device)
 
@@ -115,8 +107,7 @@ def step_row(part: str, case: Case, plan: Plan, device: torch.device) -> tuple[s
         name += ", compiled"
 
     def row() -> Row:
-        step = training_step(case, device, plan.scale)
-        measured = measure(step, device, counts=not case.compiled)
+        measured = measure(training_step(case, device, plan.scale), device, counts=not case.compiled)
         return Row(part, name, case.precision, measured, case.images, case.samples)
 
     return f"{name} {case.precision}", row
@@ -124,15 +115,15 @@ def step_row(part: str, case: Case, plan: Plan, device: torch.device) -> tuple[s
 
 def extraction(plan: Plan, device: torch.device) -> Rows:
     """Features of Swin and ViT-B from pixels on the processor's side."""
-    for config in (plan.scale.backbone, BackboneConfig(name=plan.vit, image_size=plan.vit_size)):
-        name = config.name
+    for config in (plan.scale.backbone, plan.vit):
         for batch in plan.extraction_batches:
             for precision in PRECISIONS:
 
                 def row(config: BackboneConfig = config, batch: int = batch, precision: str = precision) -> Row:
                     backbone = Backbone(config, with_weights=False).eval().to(device)
                     transform, side = image_transform(config), config.image_size
-                    pixels = pinned(torch.randint(256, (batch, side, side, 3), dtype=torch.uint8), device)
+                    pixels = torch.randint(256, (batch, side, side, 3), dtype=torch.uint8)
+                    pixels = pixels.pin_memory() if device.type == "cuda" else pixels
 
                     def run() -> torch.Tensor:
                         images = transform.normalize(pixels.to(device, non_blocking=True)).contiguous()
@@ -143,7 +134,7 @@ def extraction(plan: Plan, device: torch.device) -> Rows:
                         case = f"{config.name}, {batch} images"
                         return Row("extraction", case, precision, measure(run, device), batch)
 
-                yield f"{name} {batch} {precision}", row
+                yield f"{config.name} {batch} {precision}", row
 
 
 def decoding(plan: Plan, device: torch.device) -> Rows:
@@ -192,8 +183,3 @@ def products(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return float32_products(precision) if device.type == "cuda" else nullcontext()
-
-
-def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor in page-locked memory, for a GPU."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -74,7 +74,7 @@ class Case:
 def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> Callable[[], None]:
     """A function that trains on the same random batch in each call: forward, backward and update.
 
-    On a GPU it does not wait for the end of the step. The batch is copied from the processor's memory in each call.
+    On a GPU it does not wait for the end of the step, and the batch is copied there in each call.
     """
     torch.manual_seed(0)
     sizes = scale.sizes
@@ -83,13 +83,11 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
     backbone = None
     if case.end_to_end:
         config = replace(scale.backbone, gradient_checkpointing=case.checkpointing, drop_path=DROP_PATH)
-        backbone = Backbone(config, with_weights=False)
-        backbone = backbone.to(memory_format=torch.channels_last)
+        backbone = Backbone(config, with_weights=False).to(memory_format=torch.channels_last)
     captioner = Captioner(model, backbone).to(device).train()
     if case.compiled:
         captioner.compile_layers()
-    optimizer = make_optimizer(captioner, OptimizerSection(), 1e-5)
-    batch = _random_batch(case, scale)
+    optimizer, batch = make_optimizer(captioner, OptimizerSection(), 1e-5), _random_batch(case, scale)
     batch = batch.pinned() if device.type == "cuda" else batch
     objective, generator = _objective(case, device, scale), torch.Generator(device)
     finite, number = FiniteCheck(case.name, 0, defers=device.type == "cuda"), 0
@@ -100,8 +98,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
         with float32_products(case.precision):
             on_device = batch.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bfloat16"):
-                # one process: the module for the gradient is the captioner itself, without a wrapper
-                output = objective(captioner, captioner, on_device, generator)
+                output = objective(captioner, captioner, on_device, generator)  # one process: without a wrapper
             output.loss.backward()
             norm = nn.utils.clip_grad_norm_(captioner.parameters(), math.inf)
             finite.add(number, {"loss": output.metrics["loss"], "gradient norm": norm})

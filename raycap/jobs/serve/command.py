@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import socket
-from types import ModuleType
 from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
 
 from raycap.jobs.options import Address
-from raycap.jobs.serve.arguments import LOOPBACK_HOSTS, ServeArguments, named_models, server_token
 from raycap.pipeline.cluster.start import check_address, cluster_address, connect
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.serving.address import named_models
+from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments, server_token
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,10 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None)
     """Starts the server and returns when it has ended by itself."""
     has_token = server_token(host, arguments.insecure) is not None
     check_address(address)
-    deployments = _deployments()
+    try:
+        from raycap.jobs.serve import deployments
+    except ModuleNotFoundError as error:
+        raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
     named_models(arguments, send_local=False)  # before Ray is started, so that a mistake is said at once
     if not cluster_address(address):
         require_free(host, port)
@@ -97,15 +100,6 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None)
     finally:
         deployments.stop(is_local=is_local)
     logger.error("the server has ended; Ray's logs have the reason")
-
-
-def _deployments() -> ModuleType:
-    """The module with the deployments. Raises UserError without the packages that it needs."""
-    try:
-        from raycap.jobs.serve import deployments
-    except ModuleNotFoundError as error:
-        raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
-    return deployments
 
 
 def require_free(host: str, port: int) -> None:

@@ -10,8 +10,10 @@ import ctypes
 import logging
 import math
 import os
+import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -20,19 +22,17 @@ from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
-from raycap.jobs.serve.arguments import ServeArguments, named_models, server_token
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.runtime.batcher import Batcher
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
-from raycap.pipeline.serving.address import NamedModel, weights_digest
-from raycap.pipeline.serving.app import AppSettings, make_app
-from raycap.pipeline.serving.host import ChampionWatcher, LoadedModel, ModelHost, load_source
-from raycap.pipeline.serving.limits import RefusedError
-from raycap.pipeline.serving.served_models import Answer, ExplainJob, ImageJob, Metrics, ServedModel, ServedModels
+from raycap.pipeline.serving.address import NamedModel, named_models
+from raycap.pipeline.serving.app import make_app
+from raycap.pipeline.serving.host import Answer, ImageJob, ModelHost, RefusedError
+from raycap.pipeline.serving.served_models import Captioners
+from raycap.pipeline.serving.settings import ServeArguments, server_token
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
@@ -45,73 +45,51 @@ SHUTDOWN_S = 10.0  # for requests in progress
 
 @serve.deployment
 class CaptionerDeployment:
-    """One process with one model."""
+    """One process with one model. Its methods are called as `Captioners` describes."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
+        address, digest, source = model.address, model.digest, model.sent or model.source
+        if address.champion is not None:  # a process that is started again later begins with the champion of then
+            digest, source = "", address.resolve()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
-
-        def load(bundle: StoredBundle) -> LoadedModel:
-            return load_source(bundle, weights_digest(bundle), settings, model.address)
-
-        self.model = model
-        self.thread = computing_thread(arguments.threads or num_threads(arguments, is_local))
-        # a process that is replaced later starts with the champion of then
-        source = model.source if model.address.champion is None else model.address.resolve()
-        sent = model.sent
-        self.host: ModelHost = self.thread.submit(
-            lambda: ModelHost(
-                load(source) if sent is None else load_source(sent, model.digest, settings, model.address)
-            )
-        ).result()
-        self.watcher: ChampionWatcher | None = None
-        if model.address.champion is not None:
-            self.watcher = ChampionWatcher(model.address, self.host, source, load, arguments.poll_s)
-            self.watcher.start()
+        # on this machine a process gets its share of the cores, in a cluster the CPUs that it asks for
+        share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
+        self.thread = computing_thread(arguments.threads or max(1, share))
+        self.host = self.thread.submit(ModelHost, address, source, settings, digest).result()
+        if address.champion is not None:
+            threading.Thread(target=self.host.follow, args=(arguments.poll_s,), daemon=True).start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
     async def describe(self) -> tuple[dict[str, object], ImageTransform]:
-        """`ModelHost.describe`, and for a followed champion whether a newer one could not be loaded."""
-        description, transform = self.host.describe()
-        if self.watcher is not None:
-            description |= {"follows": self.model.address.text, "newer_failed": self.watcher.has_failed}
-        return description, transform
+        """The model and its transform, and for a followed champion whether a newer one could not be loaded."""
+        current = self.host.current
+        description: dict[str, object] = asdict(current.info)
+        if self.host.address.champion is not None:
+            description |= {"follows": self.host.address.text, "newer_failed": bool(self.host.failure)}
+        return description, current.service.transform
 
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
         """`ModelHost.caption` for the images of one request, in batches with those of others."""
         return await self.batcher(jobs)
 
-    async def explain(self, job: ExplainJob) -> Answer:
+    async def explain(self, jobs: list[ImageJob], *arguments: Any) -> list[Answer]:
         """`ModelHost.explain`. It waits for its turn among the batches."""
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.explain, job)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.explain, jobs, *arguments)
 
 
-class RayCaptioners:
-    """The captioning processes of one model (`pipeline.serving.served_models.Captioners`)."""
+def ray_captioners(handle: DeploymentHandle) -> Captioners:
+    """Calls methods of a model's processes. RefusedError if a process has died, or none has room."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self.handle = handle
-
-    async def describe(self) -> tuple[dict[str, object], ImageTransform]:
-        found: tuple[dict[str, object], ImageTransform] = await self._call("describe")
-        return found
-
-    async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
-        answers: list[Answer] = await self._call("caption", jobs)
-        return answers
-
-    async def explain(self, job: ExplainJob) -> Answer:
-        answer: Answer = await self._call("explain", job)
-        return answer
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method. RefusedError if its process has died, or none has room."""
+    async def call(method: str, *arguments: object) -> Any:
         try:
-            return await getattr(self.handle, method).remote(*arguments)
+            return await getattr(handle, method).remote(*arguments)
         except serve.exceptions.BackPressureError:
             raise RefusedError(503, "the model has too many requests; try again later", 1) from None
         except (ray.exceptions.RayActorError, serve.exceptions.RayServeException):
             raise RefusedError(503, "the model's process has ended and is started again; try again", 1) from None
+
+    return call
 
 
 @serve.deployment
@@ -120,28 +98,15 @@ class Ingress:
     """The process that answers requests: limits, decoding, resizing, and the page. It computes with no model."""
 
     def __init__(
-        self,
-        arguments: ServeArguments,
-        names: list[str],
-        captioners: list[DeploymentHandle],
-        *,
-        has_token: bool,
-        is_local: bool,
+        self, arguments: ServeArguments, captioners: dict[str, DeploymentHandle], *, has_token: bool, is_local: bool
     ) -> None:
         prepare_replica(is_local)
         give_memory_back()
         # The token is read here: Ray shows the arguments of deployments to every client of its dashboard.
         token = server_token(None, insecure=not has_token)
-        metrics = Metrics()
-        models = {
-            name: ServedModel(name, RayCaptioners(handle), metrics)
-            for name, handle in zip(names, captioners, strict=True)
-        }
-        settings = AppSettings(
-            arguments.limits, token, arguments.loopback_only, arguments.allow_uris, arguments.allow_attribution,
-            arguments.options,
-        )  # fmt: skip
-        self.app_of_requests = make_app(ServedModels(models), settings, metrics)
+        self.app_of_requests = make_app(
+            {name: ray_captioners(handle) for name, handle in captioners.items()}, arguments, token
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application, which Ray Serve asks for."""
@@ -163,16 +128,30 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
 
     is_local: on a Ray that this process has started. send_local: as for `named_models`.
     """
-    models = named_models(arguments, send_local=send_local)
     gpus = arguments.gpus
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
-
-    def captioner(model: NamedModel) -> serve.Application:
-        deployment = _sized(CaptionerDeployment, f"captioner-{model.name}", arguments, gpus)
-        return deployment.bind(model, arguments, gpus, is_local=is_local)
-
-    captioners = [captioner(model) for model in models]
+    size = arguments.batch_size
+    scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
+    if not isinstance(arguments.replicas, int):
+        least, most = arguments.replicas
+        target = 2 * size  # one batch is captioned, and the next one waits
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=least, max_replicas=most, target_ongoing_requests=target
+            )
+        }
+    captioner = CaptionerDeployment.options(  # type: ignore[attr-defined]
+        # Ray's default of 5 would never fill a batch; explanations wait here, too
+        max_ongoing_requests=4 * size,
+        ray_actor_options={"num_cpus": CAPTIONER_CPUS, "num_gpus": gpus},
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        **scaling,
+    )
+    captioners = {
+        model.name: captioner.options(name=f"captioner-{model.name}").bind(model, arguments, gpus, is_local=is_local)
+        for model in named_models(arguments, send_local=send_local)
+    }
     ingress = Ingress.options(  # type: ignore[attr-defined]
         name="ingress",
         num_replicas=1,  # so that the queue and the counters are those of the whole server
@@ -181,45 +160,12 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
         graceful_shutdown_timeout_s=SHUTDOWN_S,
     )
     has_token = server_token(None, insecure=True) is not None
-    names = [model.name for model in models]
-    return ingress.bind(arguments, names, captioners, has_token=has_token, is_local=is_local)
-
-
-def _sized(deployment: Any, name: str, arguments: ServeArguments, gpus: float) -> serve.Deployment:
-    """The deployment of one model's processes with a name, their number and resources."""
-    scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
-    if not isinstance(arguments.replicas, int):
-        least, most = arguments.replicas
-        target = 2 * arguments.batch_size  # one batch is captioned, and the next one waits
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=least, max_replicas=most, target_ongoing_requests=target
-            )
-        }
-    return deployment.options(
-        name=name,
-        # Ray's default of 5 would never fill a batch; explanations wait here, too
-        max_ongoing_requests=4 * arguments.batch_size,
-        ray_actor_options={"num_cpus": CAPTIONER_CPUS, "num_gpus": gpus},
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
-        **scaling,
-    )
+    return ingress.bind(arguments, captioners, has_token=has_token, is_local=is_local)
 
 
 def needed_cpus(arguments: ServeArguments) -> int:
     """The CPUs that a Ray on this machine must have."""
-    return math.ceil(INGRESS_CPUS + CAPTIONER_CPUS * num_captioners(arguments))
-
-
-def num_captioners(arguments: ServeArguments) -> int:
-    """The largest number of captioning processes."""
-    replicas = arguments.replicas if isinstance(arguments.replicas, int) else arguments.replicas[1]
-    return replicas * len(arguments.models)
-
-
-def num_threads(arguments: ServeArguments, is_local: bool) -> int:
-    """Torch's threads of a process: on this machine its share of the cores, in a cluster the CPUs that it asks for."""
-    return max(1, (os.cpu_count() or 1) // num_captioners(arguments)) if is_local else math.ceil(CAPTIONER_CPUS)
+    return math.ceil(INGRESS_CPUS + CAPTIONER_CPUS * arguments.num_captioners)
 
 
 def prepare_replica(is_local: bool) -> None:

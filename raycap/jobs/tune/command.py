@@ -22,7 +22,7 @@ from raycap.jobs.tune.adapter import run_trials
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
-from raycap.pipeline.cluster.start import check_address, connect, require_others
+from raycap.pipeline.cluster.start import check_address, connect, require_resources
 from raycap.pipeline.config.shipped import named_search
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -164,7 +164,7 @@ def _start_ray(search: Search, address: str | None) -> None:
 
         resources = ray.cluster_resources()
         _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
-        require_others(search.base.workers, search.config.resources.workers)
+        require_resources([search.bundle] * search.config.resources.workers, "a trial", resources)
 
 
 def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:

@@ -38,24 +38,20 @@ class GraphTensor:
     dims: Mapping[int, str]
 
 
-def exportable_model(captioner: Captioner) -> EncoderDecoder:
-    """The captioner's model. Raises ValueError for one that has no encoder and decoder layers."""
-    model = captioner.model
-    if not isinstance(model, EncoderDecoder):
-        raise ValueError(f"{type(model).__name__} has no encoder and decoder layers, and cannot be exported")
-    return model
-
-
 class EncoderGraph(nn.Module):
     """Pixels (B, 3, H, W), or features (B, N, C), their lengths (B,) and boxes (B, N, 4), to what the steps need.
 
     The result is key_I and value_I (B, ..., H, N, D / H) for each decoder layer I, and for features with padding `bias`
-    (B, 1, 1, N). Pixels, features and boxes are float32, lengths int64.
+    (B, 1, 1, N). Pixels, features and boxes are float32, lengths int64. Raises ValueError for a model that has no
+    encoder and decoder layers.
     """
 
     def __init__(self, captioner: Captioner) -> None:
         super().__init__()
-        self.captioner, self.model = captioner, exportable_model(captioner)
+        model = captioner.model
+        if not isinstance(model, EncoderDecoder):
+            raise ValueError(f"{type(model).__name__} has no encoder and decoder layers, and cannot be exported")
+        self.captioner, self.model = captioner, model
 
     @property
     def max_image_tokens(self) -> int | None:
@@ -84,10 +80,9 @@ class EncoderGraph(nn.Module):
         first, second = (self(*(each.example for each in self.inputs(image_tokens=count))) for count in (7, 6))
         names = [f"{kind}_{index}" for index in range(len(self.model.decoder)) for kind in ("key", "value")]
         names = [*names, "bias"][: len(first)]
-        pairs = zip(names, first, second, strict=True)
         return [
             GraphTensor(name, each, {0: "images"} | _changed(each, other, "image_tokens"))
-            for name, each, other in pairs
+            for name, each, other in zip(names, first, second, strict=True)
         ]
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
@@ -106,10 +101,9 @@ class StepGraph(nn.Module):
     (R, t + 1, ...). Log-probabilities are float32.
     """
 
-    def __init__(self, captioner: Captioner, memory: list[GraphTensor]) -> None:
-        """memory: the result of the encoder's graph, with examples."""
+    def __init__(self, encoder: EncoderGraph) -> None:
         super().__init__()
-        self.model, self.memory = exportable_model(captioner), memory
+        self.model, self.memory = encoder.model, encoder.outputs()
         self.cache = self._find_cache()
 
     @torch.no_grad()
@@ -128,17 +122,12 @@ class StepGraph(nn.Module):
 
     def inputs(self) -> list[GraphTensor]:
         """The inputs with examples."""
-        # one tensor for both would become one input
-        zeros = [torch.zeros(IMAGES, BEAMS, dtype=torch.int64) for _ in range(2)]
-        beams = [
-            GraphTensor(name, each, {0: "images", 1: "beams"})
-            for name, each in zip(("tokens", "parents"), zeros, strict=True)
+        beams = [  # two tensors, because one would become one input
+            GraphTensor(name, torch.zeros(IMAGES, BEAMS, dtype=torch.int64), {0: "images", 1: "beams"})
+            for name in ("tokens", "parents")
         ]
-        return [
-            *beams,
-            *self.memory,
-            *(GraphTensor(f"cache_{each.name}", each.example, each.dims) for each in self.cache),
-        ]
+        cache = [GraphTensor(f"cache_{each.name}", each.example, each.dims) for each in self.cache]
+        return [*beams, *self.memory, *cache]
 
     @property
     def output_names(self) -> list[str]:
@@ -156,7 +145,12 @@ class StepGraph(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Log-probabilities (B, K, V) and the new cache. cached: that of each row; empty before the first step."""
         num_layers, rows = len(self.model.decoder), tokens.numel()
-        slots = [RowSlots(_of_layer(cached, index)) for index in range(num_layers)]
+        slots = [
+            RowSlots(
+                {key.removeprefix(f"{index}_"): each for key, each in cached.items() if key.startswith(f"{index}_")}
+            )
+            for index in range(num_layers)
+        ]
         length = next(iter(cached.values())).shape[1] if cached else 0
         cross = list(zip(memory[0 : 2 * num_layers : 2], memory[1 : 2 * num_layers : 2], strict=True))
         bias = memory[2 * num_layers] if len(memory) > 2 * num_layers else None
@@ -187,9 +181,3 @@ def _changed(first: Tensor, second: Tensor, name: str) -> dict[int, str]:
     """`name` for each dimension after the first one in which the sizes of two tensors differ."""
     pairs = zip(first.shape, second.shape, strict=True)
     return {index: name for index, (one, other) in enumerate(pairs) if index and one != other}
-
-
-def _of_layer(cached: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    """The tensors of layer `index` by their names without its number."""
-    prefix = f"{index}_"
-    return {name.removeprefix(prefix): each for name, each in cached.items() if name.startswith(prefix)}

@@ -129,9 +129,9 @@ def situation() -> str:
 
 
 def repeat_interrupted_tasks() -> None:
-    """Repeats what an outage of the storage has interrupted. Ray Data itself repeats the tasks of lost nodes.
+    """Makes Ray Data repeat tasks that an outage of the storage has interrupted, as it does for lost nodes.
 
-    A repeated task must be harmless.
+    Tasks must be safe to repeat.
     """
     from ray.data import DataContext
 
@@ -145,7 +145,7 @@ def repeat_interrupted_tasks() -> None:
 
 @contextmanager
 def one_sentence(stage: str) -> Iterator[None]:
-    """Raises a StorageError of a task as such, and JobFailedError for processes that Ray has lost too often."""
+    """Re-raises a task's StorageError in one line, and raises JobFailedError for a process that Ray lost too often."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -15,16 +15,17 @@ import re
 import secrets
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from raycap.pipeline.cluster.capacity import wait_for
+from raycap.pipeline.cluster.capacity import REMEDY, Resources, wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, WorkersSection
+from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.stopping import restoring_handlers
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
 
-MAX_CPUS_PER_CORE = 32  # a local Ray starts a process for each CPU that it is given, and processes may share a core
+MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
 AGENTS_S = 3.0  # for processes to end
 
@@ -47,16 +48,16 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     the process, also when it is killed. Raises UserError if this machine or no node of the cluster has what the stage
     needs, and WaitedTooLongError after `workers.max_wait_minutes`.
     """
-    bundles = stage_bundles(config, stage)
     training, extraction = stage_bundles(config, "training"), stage_bundles(config, "features")
     needed_cpus = max(sum(bundle["CPU"] for bundle in each) for each in (training, extraction))
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
-        wait_for(bundles, stage, limit_s=60 * config.workers.max_wait_minutes)
+        wait_for(stage_bundles(config, stage), stage, limit_s=60 * config.workers.max_wait_minutes)
         return
     import ray
 
-    _require_gpus(config, ray.cluster_resources().get("GPU", 0))
-    require_others(config.workers, len(stage_bundles(config, "training")))
+    available = ray.cluster_resources() | {"CPU": math.inf}
+    require_resources(training, "training", available)
+    require_resources(extraction, "features", available)
 
 
 def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
@@ -65,21 +66,22 @@ def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
     return StallWatch("extraction", config.workers)
 
 
-def require_others(workers: WorkersSection, count: int) -> None:
-    """Raises UserError if Ray on this machine lacks what `workers.resources` asks for. count: of the processes."""
-    import ray
+def require_resources(bundles: Sequence[Resources], stage: str, available: Resources) -> None:
+    """Raises UserError if the processes of a stage ask for more than a Ray on this machine has.
 
-    available = ray.cluster_resources()
-    for name, amount in workers.resources.items():
-        if amount * count > available.get(name, 0):
+    bundles: the resources of each process. available: those of Ray.
+    """
+    for name in dict.fromkeys(name for bundle in bundles for name in bundle):
+        total, most = sum(bundle.get(name, 0) for bundle in bundles), available.get(name, 0)
+        if total > most:
             raise UserError(
-                f"workers.resources asks for {amount * count:g} {shown(name)} in all and this Ray has "
-                f"{available.get(name, 0):g}; leave it out, or join a cluster with --address"
+                f"{stage} asks for {total:g} {shown(name)} in all, and a Ray on this machine has at most {most:g}; "
+                f"{REMEDY}"
             )
 
 
 def check_resources(config: RunConfig, address: str | None) -> None:
-    """Raises UserError before anything starts if the address is none, or this machine lacks what a run asks for."""
+    """Raises UserError before anything starts, for a wrong address or if this machine lacks what a run asks for."""
     check_address(address)
     import ray
 
@@ -87,27 +89,11 @@ def check_resources(config: RunConfig, address: str | None) -> None:
         return  # a cluster may grow, and `start_ray` looks at a Ray that runs
     import torch
 
-    stages: tuple[Stage, Stage] = ("training", "features")
-    cpus = max(sum(bundle["CPU"] for bundle in stage_bundles(config, stage)) for stage in stages)
-    most = MAX_CPUS_PER_CORE * (os.cpu_count() or 1)
-    if cpus > most:
-        raise UserError(
-            f"workers and features ask for {cpus:g} CPUs at a time, and this machine has {os.cpu_count()}; lower "
-            "workers.num_workers, workers.cpus_per_worker or features.num_actors, or join a cluster with --address"
-        )
-    _require_gpus(config, torch.cuda.device_count())
-
-
-def _require_gpus(config: RunConfig, num_gpus: float) -> None:
-    """Raises UserError if training or extraction asks for more GPUs than a Ray on this machine has."""
-    keys: dict[Stage, str] = {"training": "workers.gpus_per_worker", "features": "features.gpus_per_actor"}
-    for stage, key in keys.items():
-        count = sum(bundle.get("GPU", 0.0) for bundle in stage_bundles(config, stage))
-        if count > num_gpus:
-            raise UserError(
-                f"{key} asks for {count:g} GPUs in all and this Ray has {num_gpus:g}; set it to 0, or join a cluster "
-                "with --address"
-            )
+    # a local Ray starts a process for each CPU that it is given, and processes may share a core
+    most = {"CPU": MAX_CPUS_PER_CORE * (os.cpu_count() or 1), "GPU": torch.cuda.device_count()}
+    available = dict.fromkeys(config.workers.resources, math.inf) | most
+    require_resources(stage_bundles(config, "training"), "training", available)
+    require_resources(stage_bundles(config, "features"), "features", available)
 
 
 def cluster_address(address: str | None) -> str | None:
@@ -117,7 +103,7 @@ def cluster_address(address: str | None) -> str | None:
 
 
 def check_address(address: str | None) -> None:
-    """Raises UserError unless an address, or else RAY_ADDRESS, has a form that Ray joins.
+    """Raises UserError unless the address (or RAY_ADDRESS) has a form that Ray accepts.
 
     Without an address it prepares the import of Ray.
     """
@@ -233,7 +219,7 @@ def private_folder() -> Path:
 
 
 def protect_token() -> None:
-    """Makes ~/.ray/auth_token if Ray would make it, because Ray lets others read it. Takes their right to read it.
+    """Makes ~/.ray/auth_token readable for this user only, and creates it before Ray does, which lets others read it.
 
     A home that cannot be written is left to Ray, which reports it.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -135,11 +134,6 @@ def facts_of(found: Survey, name: str, language: Language, is_pretrained: bool) 
         language=language,
         is_pretrained=is_pretrained,
     )
-
-
-def config_name(text: str) -> str:
-    """A run's name from the name of a folder or file."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")[:60] or "captions"
 
 
 def config_text(facts: Facts, found: str) -> str:

@@ -33,7 +33,7 @@ from raycap.pipeline.storage.s3 import ConflictError
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
-TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # at the begin of a relative name
+TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # at the start of a relative name
 
 
 # a relative path; UserError for any other text, because others may have written the file

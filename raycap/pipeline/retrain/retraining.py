@@ -88,7 +88,7 @@ class Work(Protocol):
 
 
 class Scores(NamedTuple):
-    """Captions and CIDEr-D of both models on the same images. Without a champion, two are None."""
+    """Captions and CIDEr-D of both models on the same images. The last two are None if there is no champion."""
 
     challenger: SplitScores
     champion: SplitScores | None
@@ -386,7 +386,7 @@ def decision_page(config: RunConfig, decision: Decision, images: list[ReportImag
 
 
 def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> None:
-    """Sends what the tracker lacks of `state`. A tracker that fails costs one log line."""
+    """Sends what the tracker lacks of `state`. If the tracker fails, logs one line."""
     if not config.tracking.enabled or state.champion is None:
         return
     try:

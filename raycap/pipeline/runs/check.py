@@ -1,8 +1,4 @@
-"""The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it.
-
-The check decodes every image once, in threads of this process. The only
-file that it writes is the manifest of content keys.
-"""
+"""The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import logging
 import os
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,14 +35,13 @@ MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CI
 MIN_ORIGINAL_SIDE = 400
 SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
-# the share of words of validation captions outside of the vocabulary, above which there is a warning
-MAX_UNKNOWN = 0.05
+MAX_UNKNOWN = 0.05  # fraction of the words of validation captions outside the vocabulary, above which is a warning
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of the data set. An `error` means that training on the data would give wrong results."""
+    """A problem of the data set. After an `error`, training would give wrong results."""
 
     kind: Literal["error", "warning"]
     text: str
@@ -65,16 +59,14 @@ class Findings:
     data: tuple[Dataset, dict[str, str]] | None = field(default=None, compare=False)
 
     def error(self, text: str) -> None:
-        """Adds an error."""
         self.findings.append(Finding("error", text))
 
     def warn(self, text: str) -> None:
-        """Adds a warning."""
         self.findings.append(Finding("warning", text))
 
     @property
     def ok(self) -> bool:
-        """Whether the data set can be trained on: there are warnings at most."""
+        """True if the data set can be trained on: it has no errors."""
         return not any(finding.kind == "error" for finding in self.findings)
 
 
@@ -85,7 +77,8 @@ def check_data(
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Every image is read and decoded once. For a run on region features, the check only looks up whether they exist.
+    Threads of this process decode every image once. For region features, the check only looks up whether they exist.
+    The only file that it writes is the manifest of content keys.
 
     checked_keys: content keys of images that an earlier check has decoded. The check leaves these images out, and
     `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. listing: of
@@ -113,7 +106,6 @@ def check_data(
     else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
         unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
     _check_images(result, unchecked, config, missing, unusable)
-    _check_decoded(result, unchecked, config, unusable)
     _check_duplicates(result, dataset, config)
     _check_resolution(result, sizes, config.backbone.image_size)
     _check_splits(result, config)
@@ -196,15 +188,6 @@ def _is_text(caption: str) -> bool:
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
-def _measured(table: pa.Table, config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-    """Decodes images. Yields the rows of a table with the columns key and uri, in order, as `measure_batch`."""
-    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
-    for start in range(0, len(table), IMAGES_AT_A_TIME):
-        part = table.slice(start, IMAGES_AT_A_TIME)
-        batch = {name: part[name].to_numpy() for name in part.column_names}
-        yield measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
-
-
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
     """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
 
@@ -212,13 +195,17 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np
     """
     images = dataset.readable().table.select(["key", "uri"])
     images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
+    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
     reasons: dict[str, str] = {}
     sizes = [np.empty((0, 2), np.int32)]
     with progress("decoding", len(images)) as advance:
-        for part in _measured(images, config):
-            is_bad = part["reason"] != ""
-            reasons |= dict(zip(part["key"][is_bad].tolist(), part["reason"][is_bad].tolist(), strict=True))
-            sizes.append(part["size"][~is_bad])
+        for start in range(0, len(images), IMAGES_AT_A_TIME):
+            part = images.slice(start, IMAGES_AT_A_TIME)
+            batch = {name: part[name].to_numpy() for name in part.column_names}
+            measured = measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
+            is_bad = measured["reason"] != ""
+            reasons |= dict(zip(measured["key"][is_bad].tolist(), measured["reason"][is_bad].tolist(), strict=True))
+            sizes.append(measured["size"][~is_bad])
             advance(len(is_bad))
     return reasons, np.concatenate(sizes)
 
@@ -237,26 +224,17 @@ def _check_images(
         result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
     elif unreadable:
         result.warn(f"{text} and would be left out: {examples}")
-
-
-def _check_decoded(result: Findings, dataset: Dataset, config: RunConfig, unusable: dict[str, str]) -> None:
-    """Reports training images that cannot be decoded and that no extraction leaves out. unusable: {key: reason}."""
-    if config.features.store == "always":
-        return
-    training = dataset.split(*config.data.train_splits)
-    is_unusable = pc.is_in(training.table["key"], value_set=pa.array(unusable, pa.string()))
-    uris = training.where(is_unusable).column("uri")
-    if not uris:
-        return
-    text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
-    examples = _examples([shown(uri) for uri in uris])
-    result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
+    uris = chosen.split(*config.data.train_splits).column("uri")
+    if uris and config.features.store == "never":
+        text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
+        examples = _examples([shown(uri) for uri in uris])
+        result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
     """Reports images with equal content: an error across training and held-out splits, else a warning.
 
-    A source with `rewarded: false` repeats images of people's captions, which is no finding.
+    A source with `rewarded: false` may repeat images, because it adds a model's captions of them.
     """
     readable = dataset.readable()
     counts = readable.table["key"].value_counts()

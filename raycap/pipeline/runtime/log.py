@@ -199,11 +199,10 @@ def _start_rich_progress() -> Progress:
 
 
 @contextmanager
-def progress(label: str, total: int, write: Callable[[str], object] | None = None) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
 
-    Every five seconds a line is logged; while a bar is drawn, only the log file gets it. If `write` is given, the lines
-    go to this function instead of the log, and only if no bar is drawn.
+    Every five seconds a line is logged; while a bar is drawn, only the log file gets it.
     """
     begin = last = time.monotonic()
     done = 0
@@ -219,10 +218,7 @@ def progress(label: str, total: int, write: Callable[[str], object] | None = Non
                 return
             last = now
             line = f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
-            if write is None:
-                logger.info(line, extra={"has_bar": bar.is_drawn})
-            elif not bar.is_drawn and is_shown(logging.INFO):
-                write(line)
+            logger.info(line, extra={"has_bar": bar.is_drawn})
 
         yield advance
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 # Parameters of mallopt, from glibc's malloc.h, where their names begin with M_.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
-MIN_ROUNDS, MAX_ROUNDS = 5, 20  # of a measurement, after one that warms up
-MEASUREMENT_S = 0.2  # after which a measurement takes no further round
+ROUNDS = 8  # of a measurement, after one that warms up
 
 
 def computes_on_cpus() -> bool:
@@ -127,14 +126,11 @@ class PrecisionTimes:
 
 
 def measure_precisions(compute: Callable[[], object], device: torch.device, num_images: int = 1) -> PrecisionTimes:
-    """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process.
+    """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process; the fastest run counts.
 
-    It takes twelve computations, and for short ones up to 42, so that noise does not decide. num_images: the images of
-    one computation.
-
-    A processor that supports bfloat16 may still be slower with it, so that only a measurement shows what is faster.
+    Only a measurement shows what is faster, because a processor that supports bfloat16 may still be slower with it.
+    num_images: the images of one computation.
     """
-
     import torch
 
     def seconds(is_bfloat16: bool) -> float:
@@ -145,12 +141,7 @@ def measure_precisions(compute: Callable[[], object], device: torch.device, num_
                 torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    times: list[tuple[float, float]] = []
-    for number in range(1 + MAX_ROUNDS):
-        each = seconds(is_bfloat16=False), seconds(is_bfloat16=True)
-        times += [each] if number else []
-        if len(times) >= MIN_ROUNDS and sum(map(sum, times)) >= MEASUREMENT_S:
-            break
+    times = [(seconds(is_bfloat16=False), seconds(is_bfloat16=True)) for _ in range(1 + ROUNDS)][1:]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     float32, bfloat16 = (min(column) / num_images for column in zip(*times, strict=True))
     return PrecisionTimes(name, float32, bfloat16)

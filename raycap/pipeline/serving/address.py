@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import SentBundle, StoredBundle, bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import (
+    SentBundle,
+    StoredBundle,
+    bundle_digests,
+    fetched,
+    read_bundle_config,
+    require_intact,
+)
 from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
 WEIGHTS = "model.safetensors"
@@ -52,12 +58,18 @@ class ModelAddress:
         return StoredBundle(self.storage / record.bundle, record.files)
 
 
+def weights_digest(bundle: StoredBundle) -> str:
+    """The first 16 hex digits of the SHA-256 of a bundle's weights. A bundle on S3 is copied to this machine."""
+    digest = bundle.digests.get(WEIGHTS) or bundle_digests(fetched(bundle.location), (WEIGHTS,))[WEIGHTS]
+    return digest[:16]
+
+
 @dataclass(frozen=True)
 class NamedModel:
     """A model with the name by which clients choose it.
 
     source: its bundle when the server started. digest: as `weights_digest`. sent: the same bundle in Ray's object
-    store, for one on a disk that other nodes cannot read.
+    store, if it is on a disk that other nodes cannot read.
     """
 
     name: str
@@ -67,32 +79,47 @@ class NamedModel:
     sent: SentBundle | None = None
 
 
-def parse_address(text: str, storage: str, options: StorageOptions = StorageOptions()) -> ModelAddress:
-    """The address of a model. storage: the folder or prefix in which champions are looked up."""
-    return ModelAddress(text, storage_path(storage, options))
+def named_models(arguments: ServeArguments, *, send_local: bool) -> list[NamedModel]:
+    """The models in order. Raises UserError for one that cannot be served.
 
-
-def split_name(text: str) -> tuple[str | None, str]:
-    """NAME and the address of NAME=ADDRESS; None for an address without a name. Raises UserError for a bad name.
-
-    An address that contains = is a path if what is before it is no name, such as /data/a=b.
+    send_local: send bundles on this machine's disk through Ray, which must have been started, because its other nodes
+    cannot read them.
     """
-    name, separator, rest = text.partition("=")
-    if not separator or "/" in name or name.startswith(CHAMPION):
-        return None, text
-    if not _NAME.fullmatch(name) or not rest:
-        raise UserError(
-            f"--model {shown(text)}: {shown(name)} is no name; use up to 64 letters, digits, dots, - and _, and an "
-            "address after the ="
-        )
-    return name, rest
+    models = [_named(text, arguments, send_local) for text in arguments.models]
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--model: two models have the name {name}; give names, as in --model NAME={name}")
+    return models
 
 
-def weights_digest(bundle: StoredBundle) -> str:
-    """The digest of a bundle's weights as answers and lines of `raycap caption --out` show it: 16 hex digits.
+def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel:
+    """The model that a --model option names, ADDRESS or NAME=ADDRESS. Raises UserError."""
+    given, _, place = text.partition("=")
+    if not _NAME.fullmatch(given) or not place:
+        given, place = "", text  # a path may contain =
+    address = ModelAddress(place, storage_path(arguments.storage, arguments.options))
+    try:
+        source = address.resolve()
+        folder = fetched(source.location)
+        require_intact(folder)
+        config = read_bundle_config(folder)
+    except UserError as error:
+        raise UserError(f"--model {error}") from error
+    if config.get("backbone") is None:
+        raise UserError(f"--model {without_backbone(place)}")
+    name = given or address.champion or str(config["name"])
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--model {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
+    if address.champion is None and not source.digests:
+        source = StoredBundle(source.location, bundle_digests(folder))
+    sent = SentBundle.of(folder) if send_local and not source.location.is_remote else None
+    return NamedModel(name, address, source, weights_digest(source), sent)
 
-    A bundle on S3 is copied to this machine.
-    """
-    recorded: Mapping[str, str] = bundle.digests
-    digest = recorded.get(WEIGHTS) or bundle_digests(fetched(bundle.location), (WEIGHTS,))[WEIGHTS]
-    return digest[:16]
+
+def without_backbone(place: str) -> str:
+    """The sentence for a bundle that cannot caption images."""
+    return (
+        f"{place}: this bundle has no backbone, it captions stored features and not images; give a bundle of a run "
+        "with a backbone"
+    )

@@ -9,10 +9,8 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -20,6 +18,7 @@ import numpy as np
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -43,54 +42,40 @@ from raycap.pipeline.serving.forms import (
     described_body,
     read_form,
 )
-from raycap.pipeline.serving.limits import FAILED, Limits, RefusedError
-from raycap.pipeline.serving.served_models import Decoder, ImageFile, Made, Metrics, Search, ServedModel, ServedModels
-from raycap.pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.serving.host import FAILED, Made, RefusedError, Search
+from raycap.pipeline.serving.served_models import Captioners, ImageFile, Metrics, ServedModels
+from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments
 
 PAGE = Path(__file__).with_name("caption_page.html")
-LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class AppSettings:
-    """The settings of an app.
-
-    token: that requests must have; None for any client. Without a token, a page from elsewhere could make a browser on
-    this machine send requests. Therefore requests with another origin are refused, and a server that is `loopback_only`
-    answers only to its names there. allow_attribution: whether clients may ask for integrated gradients, which take
-    minutes. uris, options: of `UriRoots`.
-    """
-
-    limits: Limits = Limits()  # noqa: RUF009 (frozen)
-    token: str | None = None
-    loopback_only: bool = True
-    uris: tuple[str, ...] = ()
-    allow_attribution: bool = False
-    options: StorageOptions = StorageOptions()
-
-
 class Server:
     """The functions behind the routes, and what they share."""
 
-    def __init__(self, models: ServedModels, settings: AppSettings, metrics: Metrics) -> None:
-        self.models, self.settings, self.metrics, self.limits = models, settings, metrics, settings.limits
-        self.uri_roots, self.decoder = UriRoots(settings.uris, settings.options), Decoder(settings.limits.pixels)
+    def __init__(self, captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> None:
+        self.limits, self.token, self.allow_attribution = arguments.limits, token, arguments.allow_attribution
+        self.metrics = Metrics()
+        self.models = ServedModels(captioners, self.metrics, self.limits.pixels)
+        self.uri_roots = UriRoots(arguments.allow_uris, arguments.options)
         self.in_progress = 0
 
     async def admit(self, request: Request, credentials: Credentials) -> None:
-        """Raises RefusedError for a request without the token, or without one on this server, from another origin."""
-        token = self.settings.token
-        if token is None:
+        """Raises RefusedError for a request without the server's token.
+
+        On a server without a token, for one from another origin: a page from elsewhere could make a browser on this
+        machine send requests.
+        """
+        if self.token is None:
             origin = request.headers.get("origin")
             if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
                 raise RefusedError(403, "requests of pages from elsewhere are refused")
             return
         # compared in a time that does not depend on where the texts differ
         given = "" if credentials is None else credentials.credentials
-        if not hmac.compare_digest(given.encode(), token.encode()):
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise RefusedError(401, "the header Authorization needs Bearer and the server's token")
 
     async def take_turn(self) -> AsyncIterator[None]:
@@ -116,26 +101,26 @@ class Server:
             images = await asyncio.to_thread(self._images, form)  # a bucket may be slow
             model = self.models.choose(form.model)
             search = Search(form.beam_size, form.num_results, form.max_length, form.precision)
-            made = await model.caption(images, search)
+            made = await self.models.caption(model, images, search)
         captions = [CaptionEntry.model_validate(cast("ImageCaption", each.result).to_json()) for each in made]
         if not form.confidence:
             captions = [each.model_copy(update={"confidence": None, "expected_ciderd": None}) for each in captions]
-        return CaptionAnswer(model=_entry(model, made), captions=captions)
+        return CaptionAnswer(model=_entry(model, made[0]), captions=captions)
 
     async def explain(self, request: Request) -> ExplainAnswer:
         """Explains the words of an image's caption."""
         form = await read_form(request, ExplainForm, self.limits)
-        if form.attribution and not self.settings.allow_attribution:
+        if form.attribution and not self.allow_attribution:
             raise RefusedError(422, "attribution is not enabled on this server; leave it out for attention alone")
         async with _deadline(self.limits.answer_s * (10 if form.attribution else 1)):
             images = await asyncio.to_thread(self._images, form)
             if len(images) != 1:
                 raise RefusedError(422, f"the request has {len(images)} images; send one to explain")
             model = self.models.choose(form.model)
-            made = await model.explain(images[0], form.caption, form.head, form.attribution)
+            made = await self.models.explain(model, images[0], form.caption, form.head, form.attribution)
         found = cast("Explanation", made.result)
         return ExplainAnswer(
-            model=_entry(model, [made]),
+            model=_entry(model, made),
             caption=found.caption,
             words=list(found.words),
             grid=found.grid,
@@ -163,7 +148,7 @@ class Server:
         for number, data in enumerate(form.images):
             if len(data) > limits.image_bytes:
                 raise RefusedError(413, f"image {number} has {len(data)} bytes, more than {limits.image_bytes}")
-            images.append(ImageFile(f"image {number}", data, self.decoder))
+            images.append(ImageFile(f"image {number}", data))
         for number, uri in enumerate(form.uris):
             refusal = f"uris.{number} is not a readable image of this server"  # the same for every reason
             try:
@@ -172,7 +157,7 @@ class Server:
                 raise RefusedError(422, refusal) from None
             if len(data) > limits.image_bytes:
                 raise RefusedError(422, refusal)
-            images.append(ImageFile(f"image {len(images)}", data, self.decoder, refusal))
+            images.append(ImageFile(f"image {len(images)}", data, refusal))
         return images
 
     async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -206,10 +191,29 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
         raise RefusedError(503, f"there was no answer within {seconds:g} s; try again later", 5) from None
 
 
-def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> FastAPI:
-    """The ASGI application of a server."""
+def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> FastAPI:
+    """The ASGI application of a server.
+
+    captioners: by the name of the model; the first is the default. token: that requests must have; None for any client.
+    A server without a token that is `loopback_only` answers only to its names there.
+    """
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
-    server = Server(models, settings, metrics)
+    server = Server(captioners, arguments, token)
+    html = PAGE.read_text(encoding="utf-8")
+    page_headers = {"Content-Security-Policy": content_security_policy(html)}
+
+    async def healthz() -> dict[str, str]:
+        """Whether the server answers."""
+        return {"status": "ok"}
+
+    async def metrics_text() -> Response:
+        """Counters in Prometheus' format."""
+        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def index() -> Response:
+        """The page, which holds no data of the server and needs no token."""
+        return HTMLResponse(html, headers=page_headers)
+
     closed: Values = {
         "dependencies": [Depends(server.admit)],
         "responses": {"4XX": {"model": Error}, "5XX": {"model": Error}},
@@ -219,27 +223,13 @@ def make_app(models: ServedModels, settings: AppSettings, metrics: Metrics) -> F
     app.post("/caption", openapi_extra=described_body(CaptionForm), **of_captions)(server.caption)
     app.post("/explain", openapi_extra=described_body(ExplainForm), **queued)(server.explain)
     app.add_api_route("/models", server.list_models, **closed)
-
-    async def healthz() -> dict[str, str]:
-        """Whether the server answers."""
-        return {"status": "ok"}
-
-    async def metrics_text() -> Response:
-        """Counters in Prometheus' format."""
-        text, kind = metrics.text()
-        return Response(text, media_type=kind)
-
-    async def index() -> Response:
-        """The page, which holds no data of the server and needs no token."""
-        return HTMLResponse(page_html(), headers={"Content-Security-Policy": content_security_policy()})
-
-    app.add_api_route("/healthz", healthz)
     app.add_api_route("/metrics", metrics_text, response_class=Response, **closed)
+    app.add_api_route("/healthz", healthz)
     app.add_api_route("/", index, response_class=HTMLResponse, include_in_schema=False)
     app.add_exception_handler(HTTPException, refuse)
     app.add_exception_handler(RefusedError, refuse)
-    if settings.loopback_only and settings.token is None:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK, www_redirect=False)
+    if arguments.loopback_only and token is None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK_HOSTS, "[::1]"], www_redirect=False)
     app.middleware("http")(server.observe)
     return app
 
@@ -260,8 +250,8 @@ def refuse(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, error.status, headers)
 
 
-def _entry(model: ServedModel, made: Sequence[Made]) -> ModelEntry:
-    return ModelEntry(name=model.name, bundle=made[0].bundle, digest=made[0].digest)
+def _entry(model: str, made: Made) -> ModelEntry:
+    return ModelEntry(name=model, bundle=made.info.bundle, digest=made.info.digest)
 
 
 def _rows(array: np.ndarray) -> list[list[float]]:
@@ -269,18 +259,11 @@ def _rows(array: np.ndarray) -> list[list[float]]:
     return [[float(f"{value:.6g}") for value in row] for row in np.nan_to_num(array, posinf=0, neginf=0).tolist()]
 
 
-@lru_cache
-def page_html() -> str:
-    """The HTML of the page, one file without anything from elsewhere."""
-    return PAGE.read_text(encoding="utf-8")
-
-
-@lru_cache
-def content_security_policy() -> str:
-    """A policy that allows the page's own style and script, images that the user chose, and requests to the server."""
+def content_security_policy(html: str) -> str:
+    """A policy that allows a page's own style and script, images that the user chose, and requests to the server."""
     digests = {}
     for tag in ("style", "script"):
-        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", page_html(), re.DOTALL)
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
         digests[tag] = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
     return (
         f"default-src 'none'; style-src 'sha256-{digests['style']}'; script-src 'sha256-{digests['script']}'; "

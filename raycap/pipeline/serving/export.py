@@ -15,43 +15,41 @@ are under "without_space"; "bytes", where each character of a text is one byte (
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 
 from raycap.models.convert.export_graphs import EncoderGraph, GraphTensor, StepGraph
-from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.language.subwords import piece_bytes
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
+from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import score_rules
-from raycap.pipeline.evaluation.comparison.protocol import search_settings
-from raycap.pipeline.serving.graph_formats import (
-    DEFAULT_OPSET,
-    OnnxGraph,
-    TorchProgram,
-    has_runtime,
-    write_graph,
-    write_program,
-)
+from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.atomic import atomic_folder
 from raycap.pipeline.storage.digests import file_digest
 
 FORMAT = 1
+GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
 BATCHES = ((1, 4), (3, 5))  # numbers of images, and of image tokens for models of features, that are compared
 BEAMS, STEPS = 3, 5
 # Largest differences of a good export: rounding in another order, and for float16 rounding itself.
 TOLERANCES = {"float32": 1e-3, "float16": 0.5}
+MAX_EMBEDDED_BYTES = 2**30  # of weights in a graph's file, which has at most 2 GiB; larger ones have their own file
+INT32 = 6  # ONNX's number of the type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
@@ -61,14 +59,25 @@ class ExportSettings:
 
     format: Literal["onnx", "torch"] = "onnx"
     precision: Literal["float32", "float16"] = "float32"
-    opset: int = DEFAULT_OPSET
+    opset: int = 20
     source: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest absolute differences of the encoder's result and of log-probabilities."""
+
+    memory: float
+    log_probs: float
+
+    def __str__(self) -> str:
+        return f"{self.memory:.1e} in the encoder's result and {self.log_probs:.1e} in log-probabilities"
 
 
 def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> Differences | None:
     """Writes the folder atomically, and compares its graphs with the model.
 
-    The result is None if nothing can run the graphs. Raises UserError for a model that cannot be exported,
+    The result is None if nothing can run the graphs. Raises UserError for a model that cannot be exported, and
     JobFailedError for graphs that differ from the model. In both cases nothing is written.
     """
     with atomic_folder(folder) as temporary:
@@ -77,12 +86,18 @@ def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> 
             captioner = copy.deepcopy(captioner).half()
         try:
             encoder = EncoderGraph(captioner)
-            step = StepGraph(captioner, encoder.outputs())
         except ValueError as error:
             raise UserError(str(error)) from error
-        exported = _write_graphs(temporary, encoder, step, settings)
-        (temporary / "vocabulary.json").write_text(dump(describe_words(bundle.vocabulary)), encoding="utf-8")
+        step = StepGraph(encoder)
         is_onnx = settings.format == "onnx"
+        encoder_path, step_path = (temporary / f"{name}.{'onnx' if is_onnx else 'pt2'}" for name in GRAPHS)
+        if is_onnx:
+            write_graph(encoder_path, encoder, encoder.inputs(), [each.name for each in step.memory], settings.opset)
+            write_graph(step_path, step, step.inputs(), step.output_names, settings.opset)
+        else:
+            write_program(encoder_path, encoder, encoder.inputs())
+            write_program(step_path, step, step.inputs())
+        (temporary / "vocabulary.json").write_text(dump(describe_words(bundle.vocabulary)), encoding="utf-8")
         content = describe(bundle, encoder) | {
             "graphs": settings.format,
             "precision": settings.precision,
@@ -91,39 +106,118 @@ def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> 
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         (temporary / "captioner.json").write_text(dump(content), encoding="utf-8")
-        if exported is None:
+        if is_onnx and importlib.util.find_spec("onnxruntime") is None:
             return None
+        run = onnx_graph if is_onnx else torch_program
+        exported, cache = (run(encoder_path), run(step_path)), step.cache
         if captioner is not bundle.captioner:
             encoder = EncoderGraph(bundle.captioner)
-            step = StepGraph(bundle.captioner, encoder.outputs())
-        differences = compare_graphs(encoder, step, exported)
-        if not differences.are_small(settings.precision):
+            step = StepGraph(encoder)
+        differences = compare_graphs(encoder, step, exported, cache)
+        if max(differences.memory, differences.log_probs) > TOLERANCES[settings.precision]:
             raise JobFailedError(
                 f"the exported graphs differ from the model by up to {differences}; nothing was written"
             )
         return differences
 
 
-def _write_graphs(folder: Path, encoder: EncoderGraph, step: StepGraph, settings: ExportSettings) -> Exported | None:
-    """Writes both graphs, and opens them if something can run them."""
-    if settings.format == "torch":
-        paths = folder / "encoder.pt2", folder / "decoder.pt2"
-        write_program(paths[0], encoder, encoder.inputs())
-        write_program(paths[1], step, step.inputs())
-        return Exported(TorchProgram(paths[0]), TorchProgram(paths[1]), step.cache)
-    paths = folder / "encoder.onnx", folder / "decoder.onnx"
-    write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory], settings.opset)
-    write_graph(paths[1], step, step.inputs(), step.output_names, settings.opset)
-    if not has_runtime():
-        return None
-    return Exported(OnnxGraph(paths[0]), OnnxGraph(paths[1]), step.cache)
+def write_graph(
+    path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str], opset: int
+) -> None:
+    """Writes a graph of tensors to tensors, with the weights; large ones go to a file beside it, with `.data` added.
+
+    The TorchScript exporter is not used, because it takes what depends on sizes for constants. Raises UserError for
+    what the exporter cannot translate.
+    """
+    import onnx_ir.passes.common
+
+    for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # which report their progress
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of names of dimensions
+        try:
+            program = torch.onnx.export(
+                graph,
+                tuple(each.example for each in inputs),
+                input_names=[each.name for each in inputs],
+                output_names=list(output_names),
+                opset_version=opset,
+                dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # of one argument, `*inputs`
+                custom_translation_table=_translations(),
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:  # the exporter raises nearly any type
+            cause = error.__cause__ or error
+            raise UserError(
+                f"{path.name} cannot be exported with opset {opset} ({type(cause).__name__}: {one_line(cause)}); try "
+                "another --opset, or --format torch"
+            ) from error
+        assert program is not None
+        # The exporter adds to each node where it was called, with the paths of this machine.
+        onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
+        weights = sum(each.numel() * each.element_size() for each in graph.state_dict().values())
+        program.save(str(path), external_data=weights > MAX_EMBEDDED_BYTES)
+
+
+def _translations() -> dict[Callable[..., object], Callable[..., object]]:
+    """Operations of PyTorch for which the exporter has no translation."""
+    import onnxscript
+
+    op: Any = onnxscript.opset18
+
+    def stable_sort(values: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
+        """TopK, which puts equal values in the order of their indices."""
+        if values.dtype.name in ("BOOL", "UINT8"):  # which onnxruntime does not sort
+            values = op.Cast(values, to=INT32)
+        length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+        return op.TopK(values, length, axis=dim, largest=descending, sorted=True)
+
+    def remainder(values: object, divisor: object) -> Any:
+        return op.Mod(values, divisor)
+
+    return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}
+
+
+def write_program(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor]) -> None:
+    """Writes a program of torch.export, with the weights."""
+    arguments = tuple(each.example for each in inputs)
+    shapes = (tuple(dict.fromkeys(each.dims, Dim.DYNAMIC) for each in inputs),)  # of one argument, `*inputs`
+    with torch.no_grad():
+        program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
+    for module in program.graph_module.modules():  # a block without autocast is a graph of its own
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # with the paths of this machine
+    torch.export.save(program, path)
+
+
+def onnx_graph(path: Path) -> Graph:
+    """The ONNX graph in a file as a function of the inputs in its order, on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    return lambda inputs: session.run(None, dict(zip(names, inputs, strict=True)))
+
+
+def torch_program(path: Path) -> Graph:
+    """The program in a file as a function of the inputs in its order."""
+    # Tracing guards numbers of rows that differ in its examples; one beam per image has equal ones.
+    program = torch.export.load(path).module(check_guards=False)
+
+    @torch.no_grad()
+    def run(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [each.numpy() for each in program(*map(torch.from_numpy, inputs))]
+
+    return run
 
 
 def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
     """The content of captioner.json that does not depend on the format of the graphs, as JSON values."""
     sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
-    search = search_settings(EvaluationSection(), [bundle_protocol(bundle.config)])
-    open_endings = score_rules(search, vocabulary).open_endings
+    search = bundle.search
     image = features = None
     if transform is not None:
         image = {key: getattr(transform, key) for key in ("image_size", "keep_aspect", "interpolation")}
@@ -146,7 +240,7 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
         },
         "max_positions": sizes.max_positions,
         "tokens": {"sos": sizes.sos, "eos": sizes.eos, "pad": sizes.pad, "unk": vocabulary.ids[UNK]},
-        "open_endings": list(open_endings),
+        "open_endings": list(score_rules(search, vocabulary).open_endings),
         "tokenizer": vocabulary.tokenizer,
     }
 
@@ -168,48 +262,28 @@ def dump(content: Mapping[str, object]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The graphs of an exported captioner, and the tensors of its cache with examples in its precision."""
+def compare_graphs(
+    encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph], exported_cache: Sequence[GraphTensor]
+) -> Differences:
+    """The differences between a captioner's graphs in PyTorch and the exported encoder and step.
 
-    encoder: Graph
-    step: Graph
-    cache: Sequence[GraphTensor]
-
-
-@dataclass(frozen=True)
-class Differences:
-    """The largest absolute differences of the encoder's result and of log-probabilities."""
-
-    memory: float
-    log_probs: float
-
-    def are_small(self, precision: str) -> bool:
-        return max(self.memory, self.log_probs) <= TOLERANCES[precision]
-
-    def __str__(self) -> str:
-        return f"{self.memory:.1e} in the encoder's result and {self.log_probs:.1e} in log-probabilities"
-
-
-def compare_graphs(encoder: EncoderGraph, step: StepGraph, exported: Exported) -> Differences:
-    """The differences between a captioner's graphs in PyTorch and exported ones; infinite where a number is NaN.
-
-    Each has its own cache. The inputs are drawn by torch's default generator.
+    exported_cache: the step's cache with examples in the precision of the export. A NaN counts as infinite. The inputs
+    are drawn by torch's default generator.
     """
     of_memory, of_log_probs = [0.0], [0.0]
     with torch.no_grad():
         for images, image_tokens in BATCHES:
             inputs = [each.example for each in encoder.inputs(images, image_tokens)]
-            memory, exported_memory = encoder(*inputs), exported.encoder([each.numpy() for each in inputs])
+            memory, exported_memory = encoder(*inputs), exported[0]([each.numpy() for each in inputs])
             of_memory += [_difference(*pair) for pair in zip(memory, exported_memory, strict=True)]
             cache = _empty(step.cache, images)
-            exported_cache = [each.numpy() for each in _empty(exported.cache, images)]
+            other_cache = [each.numpy() for each in _empty(exported_cache, images)]
             parents = torch.arange(images)[:, None]
             for _ in range(min(STEPS, step.model.sizes.max_positions)):
                 tokens = torch.randint(step.model.sizes.vocabulary_size, parents.shape)
                 log_probs, *cache = step(tokens, parents, *memory, *cache)
                 beams = [tokens.numpy(), parents.numpy()]
-                exported_log_probs, *exported_cache = exported.step([*beams, *exported_memory, *exported_cache])
+                exported_log_probs, *other_cache = exported[1]([*beams, *exported_memory, *other_cache])
                 of_log_probs.append(_difference(log_probs, exported_log_probs))
                 chosen = torch.randint(tokens.shape[1], (images, BEAMS))
                 parents = torch.arange(images)[:, None] * tokens.shape[1] + chosen

@@ -7,11 +7,12 @@ import base64
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WithJsonSchema
 from starlette.types import Message
 
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.serving.limits import Limits, RefusedError
+from raycap.pipeline.serving.host import RefusedError
+from raycap.pipeline.serving.settings import Limits
 
 MAX_CAPTION = 1000  # characters of a caption to explain
 MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its files
@@ -29,10 +30,8 @@ ImageBytes = Annotated[
 Uri = Annotated[str, Field(max_length=4096, description="A path or s3:// URI below a prefix of --allow-uri.")]
 
 
-class RequestForm(BaseModel):
+class RequestForm(BaseModel, extra="forbid"):
     """What all requests have. images: the content of image files, in JSON as base64."""
-
-    model_config = ConfigDict(extra="forbid")
 
     images: list[ImageBytes] = []
     uris: list[Uri] = []
@@ -61,15 +60,15 @@ class ExplainForm(RequestForm):
 
 
 class RankedEntry(BaseModel):
-    caption: str
-    log_prob: float
-
-
-class CaptionEntry(BaseModel):
-    """The captions of one image. log_prob: nats. The confidence is that in the best caption."""
+    """A caption with the sum of its tokens' log-probabilities in nats."""
 
     caption: str
     log_prob: float
+
+
+class CaptionEntry(RankedEntry):
+    """The captions of one image, with the confidence in the best one."""
+
     confidence: float | None = None
     expected_ciderd: float | None = None
     n_best: list[RankedEntry] | None = None

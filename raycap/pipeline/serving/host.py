@@ -3,69 +3,123 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.results import ImageCaption
+from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.address import ModelAddress, parse_address, weights_digest
-from raycap.pipeline.serving.limits import FAILED, RefusedError
-from raycap.pipeline.serving.served_models import (
-    Answer,
-    ExplainJob,
-    ImageJob,
-    Made,
-    Search,
-    StaleTransform,
-    transform_key,
-)
+from raycap.pipeline.serving.address import ModelAddress, weights_digest, without_backbone
+from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 
+FAILED = "the server failed; its log has the reason"
 logger = logging.getLogger(__name__)
+
+
+class RefusedError(Exception):
+    """A request that is refused. status: of HTTP. The message is one sentence, which the client sees.
+
+    retry_after_s: after which the client may try again; None if that would change nothing.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(status, message, retry_after_s)
+        self.status, self.message, self.retry_after_s = status, message, retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What callers may know of a model.
+
+    bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
+    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
+    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
+    precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
+    this search have a confidence.
+    """
+
+    bundle: str
+    digest: str
+    system: str
+    vocabulary_size: int
+    image_size: int
+    keep_aspect: bool
+    crop_share: float
+    device: str
+    precision: str
+    beam_size: int
+    max_length: int
+    has_confidence: bool
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search of a request; None for the model's values. Images with equal searches share a batch."""
+
+    beam_size: int | None = None
+    num_results: int = 1
+    max_length: int | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image of a request. pixels: (H, W, 3) uint8, resized by `transform`."""
+
+    pixels: np.ndarray
+    transform: ImageTransform
+    search: Search = Search()
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result, and what made it. batch_size: the images of its forward pass; batch_index: its place there."""
+
+    result: ImageCaption | Explanation
+    info: ModelInfo
+    batch_size: int = 1
+    batch_index: int = 0
+
+
+Answer = Made | RefusedError | None  # None for pixels of another transform than that of the model
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that captions images. digest: as `weights_digest`. name: of the bundle. options: of its storage."""
+    """A model that captions images. options: of the storage where it was."""
 
     service: CaptionService
-    name: str
-    digest: str
-    options: StorageOptions = StorageOptions()
+    info: ModelInfo
+    options: StorageOptions
 
-    def describe(self) -> Values:
-        """What callers may know of the model, as JSON values."""
-        service, model = self.service, self.service.bundle.captioner.model
-        transform = service.transform
-        return {
-            "bundle": self.name,
-            "digest": self.digest,
-            "system": model.config.name,
-            "vocabulary_size": model.sizes.vocabulary_size,
-            "image_size": transform.image_size,
-            "keep_aspect": transform.keep_aspect,
-            "crop_share": transform.image_size / transform.scaled_side,
-            "device": service.device.type,
-            "precision": service.precision,
-            "beam_size": service.search.beam_size,
-            "max_length": service.search.max_length,
-            "has_confidence": service.bundle.confidence(service.search) is not None,
-        }
+    def normalized(self, pixels: Sequence[np.ndarray]) -> torch.Tensor:
+        """Images (H, W, 3) uint8 as (B, 3, H, W) on the model's device."""
+        stacked = torch.from_numpy(np.stack(pixels)).to(self.service.device)
+        return self.service.transform.normalize(stacked).contiguous()
+
+    def caption(self, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
+        """The captions of images (H, W, 3) uint8. Raises UserError for a search that the model does not take."""
+        given = {"beam_size": search.beam_size, "max_length": search.max_length}
+        changes = {key: value for key, value in given.items() if value is not None}
+        settings = self.service.changed_search(changes, search.num_results)
+        return self.service.caption(self.normalized(pixels), settings, search.precision)
 
 
 def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
-    """The model at an address, as `parse_address` reads it. settings: of a `CaptionService`.
+    """The model at an address. storage: where champions are looked up. settings: of a `CaptionService`.
 
     Raises UserError if it is no model that captions images, and for a device that this machine does not have.
     """
@@ -74,169 +128,122 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
         raise UserError(f"device is {device!r}; expected cpu, cuda, or None for a GPU if there is one")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give cpu, or check the driver with nvidia-smi")
-    address = parse_address(model, storage, StorageOptions(endpoint_url))
-    bundle = address.resolve()
-    return load_source(bundle, weights_digest(bundle), settings, address)
+    address = ModelAddress(model, storage_path(storage, StorageOptions(endpoint_url)))
+    return load_source(address.resolve(), settings, address)
 
 
-def load_source(source: ModelSource, digest: str, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
-    """The model of a source. address: of the source, for messages. Raises UserError."""
+def load_source(
+    source: ModelSource, settings: Mapping[str, Any], address: ModelAddress, digest: str = ""
+) -> LoadedModel:
+    """The model of a source. Raises UserError.
+
+    address: of the source, for messages. digest: of its weights, which a stored bundle may leave out.
+    """
     bundle = source.load()
     if bundle.transform is None:
-        raise UserError(
-            f"{address.text}: this bundle has no backbone, it captions stored features and not images; give a bundle "
-            "of a run with a backbone"
-        )
-    return LoadedModel(CaptionService(bundle, **settings), bundle.config["name"], digest, address.storage.options)
+        raise UserError(without_backbone(address.text))
+    service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
+    info = ModelInfo(
+        bundle=bundle.config["name"],
+        digest=digest or weights_digest(cast("StoredBundle", source)),
+        system=model.config.name,
+        vocabulary_size=model.sizes.vocabulary_size,
+        image_size=transform.image_size,
+        keep_aspect=transform.keep_aspect,
+        crop_share=transform.image_size / transform.scaled_side,
+        device=service.device.type,
+        precision=service.precision,
+        beam_size=service.search.beam_size,
+        max_length=service.search.max_length,
+        has_confidence=bundle.confidence(service.search) is not None,
+    )
+    return LoadedModel(service, info, address.storage.options)
 
 
 class ModelHost:
-    """Captions batches with a model that can be replaced between two batches."""
+    """Captions batches with the model `current`, which a new champion replaces between two batches.
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._warm(loaded.service)
-        self._current = loaded
+    source: the bundle of the model. settings: of a `CaptionService`. `failure` says why the last look at the champion
+    failed, after which the current model may be older than the champion.
+    """
 
-    @property
-    def current(self) -> LoadedModel:
-        """The model that captions now."""
-        return self._current
+    def __init__(
+        self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any], digest: str = ""
+    ) -> None:
+        self.address, self.source, self.settings, self.failure = address, source, settings, ""
+        self.current = warm(load_source(source, settings, address, digest))
 
-    def replace(self, loaded: LoadedModel) -> None:
-        """Warms another model up, and lets it take over. The batch that is being captioned keeps the old one."""
-        self._warm(loaded.service)
-        self._current = loaded
+    def look(self) -> bool:
+        """Loads the champion if it is another one, also after a rollback. Returns whether it took over.
 
-    def describe(self) -> tuple[Values, ImageTransform]:
-        """The description of the current model, and its transform."""
-        current = self._current
-        return current.describe(), current.service.transform
+        If it cannot be read or loaded, the current model stays, the reason is logged once, and the next look tries
+        again.
+        """
+        try:
+            found = self.address.resolve()
+            is_new = found != self.source
+            if is_new:  # a batch that is being captioned keeps the old model
+                self.current = warm(load_source(found, self.settings, self.address))
+        except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
+            text = without_secrets(one_line(error))
+            if text != self.failure:
+                logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
+            self.failure = text
+            return False
+        self.source, self.failure = found, ""
+        if is_new:
+            logger.info(f"{self.address.text} is now {found.location} ({self.current.info.digest})")
+        return is_new
+
+    def follow(self, interval_s: float) -> None:
+        """Looks every `interval_s` seconds, until the process ends."""
+        while True:
+            time.sleep(interval_s)
+            self.look()
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
-        """The captions of each image, by one model. Images with equal searches share a forward pass."""
-        current = self._current
-        key = transform_key(current.service.transform)
-        answers: list[Answer] = [StaleTransform(current.service.transform)] * len(jobs)
+        """The captions of each image, by one model. Images with equal searches share a forward pass.
+
+        A failure of one pass refuses only its images.
+        """
+        current = self.current
+        answers: list[Answer] = [None] * len(jobs)
         groups: dict[Search, list[int]] = {}
         for index, job in enumerate(jobs):
-            if job.transform_key == key:
+            if job.transform == current.service.transform:
                 groups.setdefault(job.search, []).append(index)
         for search, indices in groups.items():
-            made = self._answers(current, [jobs[index].pixels for index in indices], search)
+            made: list[Answer]
+            try:
+                found = current.caption([jobs[index].pixels for index in indices], search)
+                made = [Made(result, current.info, len(found), place) for place, result in enumerate(found)]
+            except UserError as error:
+                made = [RefusedError(422, one_line(error))] * len(indices)
+            except Exception as error:  # such as a search that needs more memory than the device has
+                logger.exception(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
+                made = [RefusedError(500, FAILED)] * len(indices)
             for index, answer in zip(indices, made, strict=True):
                 answers[index] = answer
         return answers
 
-    def explain(self, job: ExplainJob) -> Answer:
-        """Where the model looks for each word of a caption of one image."""
-        current = self._current
-        service = current.service
-        if job.transform_key != transform_key(service.transform):
-            return StaleTransform(service.transform)
-        pixels = _normalized(service, [job.pixels])
-        caption = job.caption
+    def explain(
+        self, jobs: Sequence[ImageJob], caption: str | None, head: int | None, attribution: bool
+    ) -> list[Answer]:
+        """Where the model looks for each word of a caption (None for its own) of one image."""
+        current, (job,) = self.current, jobs
+        if job.transform != current.service.transform:
+            return [None]
+        pixels = current.normalized([job.pixels])
         if caption is None:
-            caption = service.caption(pixels)[0].caption or ""
+            caption = current.service.caption(pixels)[0].caption or ""
         try:
-            explanation = service.explain(pixels[0], caption, job.head, job.attribution)
+            return [Made(current.service.explain(pixels[0], caption, head, attribution), current.info)]
         except UserError as error:
-            return RefusedError(422, one_line(error))
-        return Made(explanation, current.name, current.digest)
-
-    @staticmethod
-    def _answers(current: LoadedModel, pixels: Sequence[np.ndarray], search: Search) -> list[Answer]:
-        """The answers to the images (H, W, 3) of one forward pass. A failure is not one of the rest of the batch."""
-        try:
-            found = _captions(current.service, pixels, search)
-        except UserError as error:
-            return [RefusedError(422, one_line(error))] * len(pixels)
-        except Exception as error:  # such as a search that needs more memory than the device has
-            logger.exception(f"{len(pixels)} images were not captioned: {without_secrets(one_line(error))}")
-            return [RefusedError(500, FAILED)] * len(pixels)
-        return [Made(result, current.name, current.digest, len(pixels), place) for place, result in enumerate(found)]
-
-    @staticmethod
-    def _warm(service: CaptionService) -> None:
-        """Captions a black image, so that the first request does not wait for what happens once."""
-        side = service.transform.image_size
-        _captions(service, [np.zeros((side, side, 3), np.uint8)], Search())
+            return [RefusedError(422, one_line(error))]
 
 
-def _captions(service: CaptionService, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
-    """The captions of images (H, W, 3) uint8. When the GPU's memory runs out, half of them are captioned at a time.
-
-    Raises UserError for a search that the model does not take.
-    """
-    given = {"beam_size": search.beam_size, "max_length": search.max_length}
-    changes = {key: value for key, value in given.items() if value is not None}
-    settings = service.changed_search(changes, search.num_results)
-    try:
-        return service.caption(_normalized(service, pixels), settings, search.precision)
-    except torch.OutOfMemoryError:
-        if len(pixels) == 1:
-            raise
-    torch.cuda.empty_cache()
-    half = len(pixels) // 2
-    return [*_captions(service, pixels[:half], search), *_captions(service, pixels[half:], search)]
-
-
-def _normalized(service: CaptionService, pixels: Sequence[np.ndarray]) -> torch.Tensor:
-    """(B, 3, H, W), on the service's device."""
-    stacked = torch.from_numpy(np.stack(pixels)).to(service.device)
-    return service.transform.normalize(stacked).contiguous()
-
-
-class ChampionWatcher:
-    """Looks for another champion every `interval_s` seconds, in a thread of its own.
-
-    load: loads a bundle. A champion that cannot be read or loaded changes nothing: the current one stays, the reason is
-    logged once, and the next look tries again. A rollback is a new champion, too.
-    """
-
-    def __init__(
-        self,
-        address: ModelAddress,
-        host: ModelHost,
-        current: StoredBundle,
-        load: Callable[[StoredBundle], LoadedModel],
-        interval_s: float,
-    ) -> None:
-        self.address, self.host, self.current, self.load, self.interval_s = address, host, current, load, interval_s
-        self._ended = threading.Event()
-        self._logged = ""
-        self._thread = threading.Thread(target=self._follow, name="champion", daemon=True)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the last look failed, so that the current model may be older than the champion."""
-        return bool(self._logged)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread after the look that it may be taking."""
-        self._ended.set()
-
-    def look(self) -> bool:
-        """Loads the champion if it is another one. Returns whether it took over."""
-        try:
-            found = self.address.resolve()
-            if found == self.current:
-                self._logged = ""
-                return False
-            self.host.replace(self.load(found))
-        except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
-            text = without_secrets(one_line(error))
-            if text != self._logged:
-                logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
-            self._logged = text
-            return False
-        self.current, self._logged = found, ""
-        logger.info(f"{self.address.text} is now {found.location} ({self.host.current.digest})")
-        return True
-
-    def _follow(self) -> None:
-        while not self._ended.wait(self.interval_s):
-            self.look()
+def warm(loaded: LoadedModel) -> LoadedModel:
+    """The model after a black image, so that no request waits for what happens once."""
+    side = loaded.info.image_size
+    loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
+    return loaded

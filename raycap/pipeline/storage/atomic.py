@@ -91,12 +91,12 @@ def read_json(path: Path) -> Any:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a disk or a quota has no space left for a file, so that another attempt here would fail as well."""
+    """Whether a disk or a quota has no space left, so that another attempt on this machine would fail as well."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def decode_json(data: bytes, name: str) -> Any:
-    """The value in the content of such a file `name`. Raises DamagedError."""
+    """The value in the content of a JSON file called `name`. Raises DamagedError."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -56,9 +56,9 @@ class LeaseRecord(BaseModel, frozen=True):
 class Lease:
     """A lease that this process has taken. As a context, it is renewed in the background and returned at the end."""
 
-    def __init__(self, path: StoragePath, record: LeaseRecord, tag: str, seconds: float) -> None:
-        """record: what this process wrote to the file `path`. tag: of that content. seconds: from renewal to expiry."""
-        self.path, self.seconds, self._record, self._tag = path, seconds, record, tag
+    def __init__(self, path: StoragePath, record: LeaseRecord, tag: str) -> None:
+        """record: what this process wrote to the file `path`. tag: of that content."""
+        self.path, self.seconds, self._record, self._tag = path, record.seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._loss: LostLeaseError | None = None  # what the background thread found
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
@@ -149,7 +149,7 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
         tag = path.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
         return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster
-    return Lease(path, record, tag, seconds)
+    return Lease(path, record, tag)
 
 
 def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:

@@ -182,13 +182,13 @@ def _visible_files(start: Path) -> Iterator[Path]:
 
 
 def _is_visible(name: str) -> bool:
-    """Whether an object is a file that copies have: not hidden, and no mark of a folder, as S3's console makes it."""
+    """Whether a copy contains an object: hidden ones and the folder marks of S3's console are left out."""
     is_hidden = any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
     return bool(name) and not name.endswith("/") and not is_hidden
 
 
 def _state(path: Path) -> list[int]:
-    """[size in bytes, modification time in ns], by which a change of a file is noticed."""
+    """[size in bytes, modification time in ns] of a file, which show whether it has changed."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 

@@ -62,7 +62,7 @@ class StoragePath:
         return Path(self.uri)
 
     def require_answer(self) -> None:
-        """Raises an error within seconds if a folder on S3 cannot be reached. For the first request of a command."""
+        """Raises an error within seconds if a folder on S3 cannot be reached: the first request of a command."""
         if self.is_remote:
             S3Object(self.uri, self.options.hasty).require_answer()
 
@@ -209,10 +209,9 @@ def _content_tag(data: bytes) -> str:
 
 
 def try_rights(folder: StoragePath) -> None:
-    """Writes a small file on the condition that it is new, tries this a second time, reads and removes the file.
+    """Raises StorageError, naming the operation, unless the folder allows conditional writes, reads and deletions.
 
-    Raises StorageError naming the operation that fails. Leases need storage that refuses the second write, because
-    otherwise two writers could both succeed.
+    Leases need storage that refuses the second of two writes of a new file; otherwise two writers could both succeed.
     """
     probe = _probe(folder)
     try:
@@ -235,9 +234,9 @@ def try_rights(folder: StoragePath) -> None:
 
 
 def try_writing(folder: StoragePath) -> None:
-    """Writes a small file in a folder on S3 and removes it. Enough for uploads of results.
+    """Raises StorageError unless a file can be written in a folder on S3.
 
-    Raises StorageError. Without the right to remove, the file remains.
+    Without the right to remove files, a small one remains there.
     """
     probe = _probe(folder)
     try:
@@ -249,7 +248,7 @@ def try_writing(folder: StoragePath) -> None:
 
 
 def _probe(folder: StoragePath) -> StoragePath:
-    """A file with a new name in a folder, for requests whose result a person waits for."""
+    """A new file name in a folder, for requests whose result a person waits for."""
     return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
 
 

@@ -149,20 +149,16 @@ class S3Object:
     def download(self, path: Path) -> Entry:
         """Writes one version of the object to a local file. Returns the version's size and tag.
 
-        If the object is replaced meanwhile, the tag may be that of the version before.
+        If a small object is replaced meanwhile, they are those of the new version. A large one raises StorageError.
         """
-        from s3transfer.exceptions import S3DownloadFailedError
-
-        for _ in range(BODY_ATTEMPTS):
-            found = self.head()
-            if found.size <= 2 * PART_BYTES:
-                data, tag = self.get()
-                path.write_bytes(data)
-                return Entry(len(data), tag)
-            with self._errors_translated(), suppress(S3DownloadFailedError):  # the tag changed between two parts
-                self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
-                return found
-        raise StorageError(f"{self.uri} changes while it is read; is another run writing it?")
+        found = self.head()
+        if found.size <= 2 * PART_BYTES:
+            data, tag = self.get()
+            path.write_bytes(data)
+            return Entry(len(data), tag)
+        with self._errors_translated():
+            self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
+        return found
 
     def head(self) -> Entry:
         """The object's size and tag."""

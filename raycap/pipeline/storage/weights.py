@@ -33,7 +33,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
 
 
 def keep_weights(module: nn.Module, folder: Path) -> Path:
-    """The file with the state of a module in a folder, whose name is a digest of its content. It is written once."""
+    """The file with the state of a module, named by the digest of its content. It is written if it is missing."""
     from safetensors.torch import save
 
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()})

@@ -75,24 +75,19 @@ class PyfuncModel:
 
 
 def _rows(table: Any) -> list[tuple[Any, Any]]:
-    """Each row's values in the columns image and uri; None for a missing value."""
-    try:
-        columns = {name: list(table[name]) for name in ("image", "uri") if name in table}
-    except (TypeError, ValueError, KeyError, IndexError):
-        columns = {}
+    """Each row's values in the columns image and uri of a table; None for a missing value."""
+    columns = {name: list(table[name]) for name in ("image", "uri") if name in table}
     if not columns:
         raise ValueError("the input needs a column image (file bytes, in JSON as base64) or uri (a path or s3://)")
-    num_rows = max(len(column) for column in columns.values())
+    num_rows = max(map(len, columns.values()))
     if num_rows > MAX_ROWS:
         raise ValueError(f"the input has {num_rows} rows; send at most {MAX_ROWS} at a time")
-    if any(len(column) != num_rows for column in columns.values()):
-        raise ValueError("the columns image and uri have different lengths")
-    images, uris = ([_value(each) for each in columns.get(name, [None] * num_rows)] for name in ("image", "uri"))
+    images, uris = (map(_value, columns.get(name, [None] * num_rows)) for name in ("image", "uri"))
     return list(zip(images, uris, strict=True))
 
 
 def _value(value: Any) -> Any:
-    """None for a value that is missing: pandas has NaN for it."""
+    """None for a value that is empty or missing, for which pandas has NaN."""
     is_missing = isinstance(value, float) and math.isnan(value)
     return None if is_missing or (isinstance(value, (str, bytes, bytearray)) and not value) else value
 

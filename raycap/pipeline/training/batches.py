@@ -1,12 +1,11 @@
 """The batches of a stage: the samples that a worker gets at a step, with features (or pixels) and caption tokens.
 
 A sample is an image with `captions_per_image` captions. For cross entropy with one caption per image it is an
-(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone. So a stage
+(image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone, so a stage
 can resume at any step with any number of workers.
 
-The order of samples is a permutation that depends on seed and epoch, computed position by position. It is a keyed
-Feistel network over the next power of four, with cycle walking for values outside the data set. It needs no table:
-position 10 billion costs the same as position 0, and workers do not have to communicate.
+The order of samples is a permutation that depends on seed and epoch, computed position by position: a keyed Feistel
+network over the next power of four, with cycle walking for values outside the data set. It needs no table.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  #
 
 
 def share(size: int, index: int, count: int) -> slice:
-    """The samples of one of `count` contiguous shares of a batch of `size` samples. Shares differ by one at most."""
+    """One of `count` contiguous shares of a batch of `size` samples. The sizes of shares differ by one at most."""
     return slice(index * size // count, (index + 1) * size // count)
 
 
@@ -60,7 +59,6 @@ class CaptionTokens:
         return cls(folder.tokens(), images.rows, folder.vocabulary.pad)
 
     def __len__(self) -> int:
-        """The number of captions."""
         return int(self.first[-1])
 
     def images_of(self, captions: np.ndarray) -> np.ndarray:
@@ -81,7 +79,7 @@ class CaptionTokens:
         return ends - starts - 1
 
     def longest(self, count: int) -> np.ndarray:
-        """The numbers of the `count` longest captions, the longest first; of equal ones the first number first."""
+        """The numbers of the `count` longest captions, the longest first."""
         return np.argsort(-self.target_counts(np.arange(len(self))), kind="stable")[:count]
 
     def _spans(self, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +109,7 @@ class Batch:
         return self._mapped(features, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """The batch in page-locked memory. To copy it to a GPU, the processor does not wait for the GPU."""
+        """The batch in page-locked memory, from which the copy to a GPU does not block the processor."""
         return self._mapped(map_tensors(self.features, Tensor.pin_memory), Tensor.pin_memory)
 
     def _mapped(self, features: Features, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -121,7 +119,7 @@ class Batch:
 
 
 def target_positions(tokens: Tensor, pad: int) -> Tensor:
-    """`Batch.target_positions` of tokens (R, T). On a GPU it would wait for the device, so the loader computes it."""
+    """`Batch.target_positions` of tokens (R, T). The loader computes it, because on a GPU it would block."""
     return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
 
 
@@ -255,7 +253,7 @@ def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """The number to which a permutation of 0 to size - 1 maps each of the values. The seed decides the permutation."""
+    """Applies the permutation of 0 to size - 1 that the seed decides to the values."""
     shift = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
     permuted = _feistel(values, shift, keys)
@@ -268,7 +266,7 @@ def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, shift: np.uint64, keys: np.ndarray) -> np.ndarray:
-    """Maps numbers of twice `shift` bits to each other, one to one, in one Feistel round per key."""
+    """A bijection of numbers of 2 * `shift` bits: one Feistel round per key."""
     mask = (np.uint64(1) << shift) - np.uint64(1)
     left, right = values >> shift, values & mask
     for key in keys:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -17,8 +16,13 @@ import raycap.pipeline.serving.export
 from raycap.models.base import Features
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.serving.export import Exported, ExportSettings, compare_graphs, export_captioner
-from raycap.pipeline.serving.graph_formats import OnnxGraph, TorchProgram
+from raycap.pipeline.serving.export import (
+    ExportSettings,
+    compare_graphs,
+    export_captioner,
+    onnx_graph,
+    torch_program,
+)
 from raycap_onnx import Caption, Captioner
 from tests.conftest import ROOT
 from tests.support.exports import (
@@ -110,7 +114,7 @@ def test_programs_of_torch(tmp_path: Path) -> None:
     assert str(ROOT).encode() not in (tmp_path / "out" / "decoder.pt2").read_bytes()
     encoder = EncoderGraph(bundle.captioner)
     images = torch.randn(17, 3, 32, 32)
-    (first, *_) = TorchProgram(tmp_path / "out" / "encoder.pt2")([images.numpy()])
+    (first, *_) = torch_program(tmp_path / "out" / "encoder.pt2")([images.numpy()])
     torch.testing.assert_close(torch.from_numpy(first), encoder(images)[0], atol=1e-5, rtol=1e-5)
 
 
@@ -132,7 +136,7 @@ def test_float16(tmp_path: Path) -> None:
 def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raycap.pipeline.serving.graph_formats.MAX_EMBEDDED_BYTES", 2**10)
+    monkeypatch.setattr("raycap.pipeline.serving.export.MAX_EMBEDDED_BYTES", 2**10)
     bundle = make_captioner_bundle("meshed memory")
     assert export_captioner(bundle, tmp_path / "out", ExportSettings()) is not None
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"encoder.onnx.data", "decoder.onnx.data"}
@@ -147,13 +151,12 @@ def test_the_comparison_sees_a_wrong_cache(exported: Export) -> None:
     folder, _ = exported("transformer")
     captioner = make_captioner_bundle("transformer").captioner
     encoder = EncoderGraph(captioner)
-    step = StepGraph(captioner, encoder.outputs())
-    graphs = [OnnxGraph(folder / f"{name}.onnx") for name in ("encoder", "decoder")]
-    good = Exported(graphs[0], graphs[1], step.cache)
-    assert compare_graphs(encoder, step, good).log_probs < 1e-4
+    step = StepGraph(encoder)
+    graphs = [onnx_graph(folder / f"{name}.onnx") for name in ("encoder", "decoder")]
+    assert compare_graphs(encoder, step, graphs, step.cache).log_probs < 1e-4
 
     def forget(inputs: Any) -> list[np.ndarray]:
         log_probs, *cache = graphs[1](inputs)
         return [log_probs, *map(np.zeros_like, cache)]
 
-    assert compare_graphs(encoder, step, dataclasses.replace(good, step=forget)).log_probs > 1e-2
+    assert compare_graphs(encoder, step, [graphs[0], forget], step.cache).log_probs > 1e-2

@@ -198,17 +198,6 @@ def test_what_is_not_known_is_kept(local: FakeStorage, wait: Wait, damage: str) 
     assert ("features/f1" in names(found)) is (damage != "no digests")
 
 
-def test_a_retraining_in_progress_keeps_runs_and_features(local: FakeStorage, wait: Wait) -> None:
-    local.run("demo-1", 1, complete=False)
-    local.features("f1", "of no run")
-    wait(40)
-    lease = take_lease(local.place / "retrain/demo/lease.json", 30)
-    assert isinstance(lease, Lease)
-    with lease:
-        assert not plan(local) and len(kept(local)) == 2
-    assert set(names(plan(local))) == {"runs/demo-1", "features/f1"}
-
-
 def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the kill what remains has a hidden name, and the next plan has it."""
     storage = FakeStorage(storage_path(tmp_path))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycap.jobs.bench_gpu.parts import PAPER
+from raycap.jobs.bench_gpu.parts import STAGES
 from raycap.jobs.cli import main
 from tests.conftest import ROOT
 
@@ -45,7 +45,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
         for part in ("training", "extraction", "decoding")
         for precision in ("float32", "tf32", "bfloat16")
     }
-    assert {row["case"].split(",")[0] for row in rows if row["samples"]} == {stage.name for stage in PAPER.stages}
+    assert {row["case"].split(",")[0] for row in rows if row["samples"]} == {stage.name for stage in STAGES}
     assert all(row["measured"]["seconds"] > 0 for row in rows)
     assert all(row["measured"]["operations"] > 0 for row in rows)
     assert re.search(r"the whole recipe on COCO: xe_frozen .* = [\d.]+ h", output)
@@ -59,7 +59,6 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     [
         ([], "torch sees no GPU"),
         (["--rehearse", "--parts", "training,cooking"], "--parts names cooking"),
-        (["--rehearse", "--out", str(Path(__file__) / "out")], "cannot be created: Not a directory; choose"),
     ],
 )
 def test_a_mistake_ends_in_a_sentence(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

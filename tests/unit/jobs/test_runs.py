@@ -82,9 +82,7 @@ def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsy
         (["nowhere"], "nowhere does not exist; give a storage's folder"),
         ([".", "--set", "seed=1"], "--set changes a configuration"),
         ([".", "--yes"], "--yes removes what --prune shows"),
-        ([".", "--prune", "--older-than", "0"], "--older-than"),
         (["run.yaml", "--endpoint-url", "http://h"], "--set storage.endpoint_url"),
-        (["s3://data/x", "--endpoint-url", "nonsense"], "--endpoint-url"),
         (["s3://no-such-bucket/x"], "no such bucket"),
     ],
 )

@@ -18,8 +18,8 @@ from raycap.pipeline.data.vocabulary import EOS, SPECIALS, Vocabulary
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards import cider
+from raycap.pipeline.training.rewards.cider import build_index
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
-from raycap.pipeline.training.rewards.cider_index import build_index
 from tests.support.scripts import scene_texts
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"

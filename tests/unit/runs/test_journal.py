@@ -57,17 +57,6 @@ def test_what_an_upload_sends_does_not_grow(tmp_path: Path) -> None:
     )
 
 
-def test_an_upload_that_failed_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, journal = Counted(str(tmp_path / "home")), Journal(tmp_path / "journal", "a", 0)
-    for step in range(1, 21):  # several parts
-        journal.write("train", step, {})
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="down"):
-        patched.setattr(Counted, "write_bytes", lambda self, data: (_ for _ in ()).throw(OSError("down")))
-        journal.upload(home)
-    journal.upload(home)
-    assert steps(tmp_path / "home") == list(range(1, 21))
-
-
 def test_a_resumed_stage_repeats_steps_and_changes_no_line(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     for stage in ("a", "b"):

@@ -40,29 +40,6 @@ def stage(**values: object) -> StageSection:
     return StageSection.model_validate(base | values)
 
 
-@pytest.mark.parametrize("captions_per_image", [1, 5])
-@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
-def test_workers_share_what_one_worker_would_see(
-    parts: tuple[Images, CaptionTokens], captions_per_image: int, gradient_accumulation_steps: int
-) -> None:
-    """The union over ranks and micro-steps is the global batch, whatever the number of workers."""
-    section = stage(captions_per_image=captions_per_image)
-    whole = Batches(*parts, section, seed=3, rank=0, world_size=1)
-    split = section.model_copy(update={"gradient_accumulation_steps": gradient_accumulation_steps})
-    for step in (0, 1, 7):
-        (single,) = whole.at(step)
-        pieces = [part for rank in (0, 1) for part in Batches(*parts, split, seed=3, rank=rank, world_size=2).at(step)]
-        assert sorted(row for piece in pieces for row in piece.images.tolist()) == sorted(single.images.tolist())
-        assert {piece.global_targets for piece in pieces} == {single.global_targets}
-        targets = sum(int((piece.tokens[:, 1:] != parts[1].pad).sum()) for piece in pieces)
-        assert targets == single.global_targets
-        for piece in pieces:
-            assert torch.equal(piece.features.tokens[:, 0, 0].long(), piece.images)
-            targets_of_piece = piece.tokens[:, 1:].flatten()[piece.target_positions]
-            assert torch.equal(targets_of_piece, piece.tokens[:, 1:][piece.tokens[:, 1:] != parts[1].pad])
-            assert piece.tokens.shape[0] == len(piece.images) * captions_per_image
-
-
 def test_an_epoch_of_pairs_holds_every_caption_once(parts: tuple[Images, CaptionTokens]) -> None:
     batches = Batches(*parts, stage(batch_size=5), seed=1, rank=0, world_size=1)
     epoch = Counter(tuple(row) for group in batches.stream(0, 13) for batch in group for row in batch.tokens.tolist())

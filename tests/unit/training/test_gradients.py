@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner, build_model
@@ -132,18 +130,3 @@ def test_the_reference_gets_no_gradient_and_no_dropout() -> None:
         assert all(parameter.grad is None for parameter in reference.parameters())
     assert losses[0.0][0] == losses[1000.0][0]
     torch.testing.assert_close(losses[0.0][1], losses[1000.0][1], rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", ["kl", "sampling_dropout"])
-def test_workers_exchange_the_gradient_of_the_divergence(name: str) -> None:
-    loss = Loss(SYSTEMS["meshed_memory"], OBJECTIVES[name])
-    loss().backward()  # type: ignore[no-untyped-call]
-    alone = {key: each.grad.clone() for key, each in loss.captioner.named_parameters() if each.grad is not None}
-    loss.captioner.zero_grad()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        loss(DistributedDataParallel(loss.captioner)).backward()  # type: ignore[no-untyped-call]
-    finally:
-        dist.destroy_process_group()
-    for key, parameter in loss.captioner.named_parameters():
-        torch.testing.assert_close(parameter.grad, alone[key])

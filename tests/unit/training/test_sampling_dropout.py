@@ -252,27 +252,3 @@ def test_the_gradient_passes_through_stochastic_depth(checkpointing: bool, recor
     assert output.loss.item() == pytest.approx(loss.item(), rel=1e-9)
     for name, gradient in gradients(captioner).items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-8, atol=1e-10)
-
-
-def test_without_sampling_dropout_another_pass_has_the_dropout() -> None:
-    """The default, bit for bit: samples without dropout, then a pass of the wrapped module with it."""
-    captioner = make_captioner(SYSTEMS["clustformer"])
-    output, batch = run_objective(captioner, sampling_dropout=False)
-    ours = gradients(captioner)
-    captioner.zero_grad()
-    captioner.eval()
-    with torch.no_grad():
-        memory = captioner.encode(batch.features)
-        generator = torch.Generator().manual_seed(3)
-        tokens = objectives.sample(
-            captioner.model, memory, num_samples=SAMPLES, max_length=MAX_LENGTH, generator=generator
-        ).tokens.flatten(0, 1)
-    captioner.train()
-    torch.manual_seed(5)
-    log_probs = objectives.caption_log_probs(captioner(batch.features, tokens[:, :-1]), tokens, PAD)
-    rewards = reward_of(tokens, torch.arange(IMAGES).repeat_interleave(SAMPLES)).view(IMAGES, SAMPLES)
-    advantage = (rewards - (rewards.sum(1, keepdim=True) - rewards) / (SAMPLES - 1)).flatten()
-    loss = -(advantage * log_probs).sum() / (IMAGES * SAMPLES)
-    loss.backward()
-    assert torch.equal(output.loss, loss)
-    assert all(torch.equal(gradient, ours[name]) for name, gradient in gradients(captioner).items())

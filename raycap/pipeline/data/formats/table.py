@@ -95,13 +95,22 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     """
     path, begin = source.annotations, rows.count
     files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}
-    stored_names = dict[str, int]()
+    stored_names = set[str]()  # of images in the table
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)
         captions = as_texts(as_list(source.value(entry, "captions", location)), location, rows)
         if isinstance(image, StoredImage):
-            _add_stored(source, image, entry, stored_names, captions, rows, location)
+            is_name = isinstance(image.path, str) and 0 < len(image.path) <= MAX_NAME
+            name = image.path if is_name else f"row {len(stored_names)}"
+            if is_name and name in stored_names:
+                remedy = "give one row with a list of captions, or each image its own path"
+                raise UserError(f"{location} repeats the image {quoted(name)}; {remedy}")
+            stored_names.add(name)
+            uri = ImageLocation(path, image.place, name).uri
+            listed = (name.rsplit("/", 1)[-1],)
+            image_id, split = source.id_and_split(entry, listed, source.member_prefix + name, location)
+            rows.add(image_id, split, uri, captions, location)
             continue
         if not isinstance(image, str) or not image:
             column = " or ".join(source.column_names["image"])
@@ -121,25 +130,3 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
         rows.add(*row)
     if rows.count == begin:
         raise UserError(f"{path} has no rows")
-
-
-def _add_stored(
-    source: Source,
-    image: StoredImage,
-    entry: Values,
-    names: dict[str, int],
-    captions: list[str],
-    rows: Rows,
-    location: str,
-) -> None:
-    """Adds an image in a Parquet file. names: those of the images of this file that were added before."""
-    is_name = isinstance(image.path, str) and 0 < len(image.path) <= MAX_NAME
-    count = len(names)
-    name = image.path if is_name else f"row {count}"
-    if names.setdefault(name, count) < count and is_name:
-        remedy = "give one row with a list of captions, or each image its own path"
-        raise UserError(f"{location} repeats the image {quoted(image.path)}; {remedy}")
-    uri = ImageLocation(source.annotations, image.place, name).uri
-    full_name = source.member_prefix + name
-    image_id, split = source.id_and_split(entry, (name.rsplit("/", 1)[-1],), full_name, location)
-    rows.add(image_id, split, uri, captions, location)

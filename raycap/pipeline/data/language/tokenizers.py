@@ -77,9 +77,8 @@ def tokenize_like_spacy(caption: str) -> list[str]:
 class _Patterns(NamedTuple):
     """Compiled patterns of the package regex.
 
-    words: the segments of a text that may be words. clusters: of a text. runs: pairs of texts, of which one is empty: a
-    letter of a script without spaces with its marks, or all characters up to the next one. starts_without_space:
-    matches a text that begins with a letter of such a script. finds_without_space: finds such a letter.
+    runs: pairs of texts, of which one is empty: a letter of a script without spaces with its marks, or all characters
+    up to the next one. starts_without_space, finds_without_space: match and find a letter of such a script.
     """
 
     words: Callable[[str], list[str]]

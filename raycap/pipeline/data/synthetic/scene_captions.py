@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -55,8 +55,11 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
 
     None when no shape is named, or no color with it.
     """
+    names = _names_of_forms(language)
+    in_chinese = "|".join(map(re.escape, names))  # whose words are not separated
+    tokens = tokenize(caption) if language == "en" else re.findall(in_chinese, normalized(caption))
     color = None
-    for kind, name in _mentions(caption, language):
+    for kind, name in (names[token] for token in tokens if token in names):
         if kind == "shape":
             return None if color is None else (color, name)
         color = name
@@ -66,14 +69,6 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
 def shape_names(language: str) -> Forms:
     """The forms of each shape, by its English name, in captions of a language of `GRAMMARS`."""
     return GRAMMARS[language].shapes
-
-
-def _mentions(caption: str, language: str) -> Iterator[tuple[str, str]]:
-    """("color" or "shape", English name) of each color and shape in a caption, in its order."""
-    names = _names_of_forms(language)
-    in_chinese = "|".join(map(re.escape, names))  # whose words are not separated
-    tokens = tokenize(caption) if language == "en" else re.findall(in_chinese, normalized(caption))
-    yield from (names[token] for token in tokens if token in names)
 
 
 @cache

@@ -1,8 +1,6 @@
-"""Captions images with a model bundle, and explains captions. Every door to a model uses this class.
+"""Captions images with a model bundle, and explains captions, for every command, server and API.
 
-`raycap caption`, the Python API, `raycap serve` and the pyfunc model of MLflow (`pipeline.tracking.pyfunc`) differ in
-how images come in and captions go out. This module imports neither Ray nor MLflow, because a served model needs few
-packages.
+This module imports neither Ray nor MLflow, because a served model needs few packages.
 """
 
 from __future__ import annotations
@@ -40,13 +38,11 @@ class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
     beam_size, max_length: None for those of the bundle's protocol. search: other keys of the section `evaluation` that
-    the protocol records, in place of the recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}.
-    precision: float32, or bfloat16 for autocast in `caption`; all other methods compute in float32. With `auto`, the
-    constructor times both, with one image or on a GPU with a batch, and uses the faster one. device: cpu or cuda;
-    None for a GPU if torch sees one. The bundle is moved there, and the methods take pixels on any device.
+    replace recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}. precision: of `caption`, float32
+    or bfloat16 (autocast); `auto` times both and uses the faster one. Other methods compute in float32. device: cpu or
+    cuda, to which the bundle is moved; None for a GPU if torch sees one. The methods take pixels on any device.
 
-    Several threads may call the methods: images are decoded at the same time, and computations with the model take
-    turns, because attention is recorded by hooks of the model.
+    Several threads may call the methods. Computations with the model take turns, because its hooks record attention.
     """
 
     def __init__(
@@ -65,9 +61,8 @@ class CaptionService:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         given = {"beam_size": beam_size, "max_length": max_length}
         changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
-        self.bundle, self.search = bundle, bundle.changed_search(changes)
-        self.search = self._limited(self.search)
-        self.transform, self.precision = bundle.transform, precision
+        self.bundle, self.transform, self.precision = bundle, bundle.transform, precision
+        self.search = self._limited(bundle.changed_search(changes))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._computing = threading.RLock()
         bundle.captioner.to(self.device)
@@ -77,17 +72,8 @@ class CaptionService:
             times = measure_precisions(lambda: self._search(images, self.search), self.device, count)
             self.precision = times.fastest
 
-    @property
-    def num_prefix_tokens(self) -> int:
-        """The number of image tokens before those of the grid, which `attention` and `attribution` count, too."""
-        backbone = self.bundle.captioner.backbone
-        return 0 if backbone is None else backbone.num_prefix_tokens
-
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
-        """The search of this service with other keys in place, as in the constructor, and a number of captions.
-
-        Raises UserError for values that no search takes.
-        """
+        """The search of this service with other keys and a number of captions. Raises UserError for bad values."""
         search = self.search
         if changes:
             search = changed_search(search, changes)
@@ -115,13 +101,11 @@ class CaptionService:
     ) -> Iterator[ImageCaption]:
         """Yields the captions of each image, in order. An image that cannot be read has the reason in `error`.
 
-        Threads read and decode the images of a batch. search: of `changed_search`; None for that of the service.
-        batch_size: images per forward pass; None for BATCH_SIZE.
-        Raises StorageError while the storage is out of order, because the images are not at fault.
+        search: of `changed_search`; None for that of the service. batch_size: images per forward pass; None for
+        BATCH_SIZE. Raises StorageError while the storage does not answer.
         """
 
         def load(source: ImageSource) -> Tensor | str:
-            """The image's pixels, or a text with the reason why it cannot be read."""
             try:
                 return self.pixels(source, options)
             except BadImage as error:
@@ -139,10 +123,7 @@ class CaptionService:
     def caption(
         self, pixels: Tensor, search: EvaluationSection | None = None, precision: str | None = None
     ) -> list[ImageCaption]:
-        """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it.
-
-        search: of `changed_search`, and precision: float32 or bfloat16; None for those of the service.
-        """
+        """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it."""
         search, precision = search or self.search, precision or self.precision
         with self._computing, torch.no_grad():
             # in inference mode, autocast would convert each weight again at every use
@@ -154,14 +135,12 @@ class CaptionService:
                     signals = best_signals(self.bundle.captioner.model, memory, captions)
             log_probs = captions.log_probs.sum(-1).tolist()
             tokens = captions.tokens.tolist()
-        ranked = [
-            tuple(self._ranked(ids, value, search) for ids, value in zip(*image, strict=True))
-            for image in zip(tokens, log_probs, strict=True)
-        ]
-        if confidence is None:
-            return [ImageCaption(each) for each in ranked]
-        judgements = [confidence.judge(each) or (None, None) for each in signals]
-        return [ImageCaption(each, *judgement) for each, judgement in zip(ranked, judgements, strict=True)]
+        found = []
+        for number, image in enumerate(zip(tokens, log_probs, strict=True)):
+            ranked = tuple(self._ranked(ids, value, search) for ids, value in zip(*image, strict=True))
+            judgement = None if confidence is None else confidence.judge(signals[number])
+            found.append(ImageCaption(ranked, *(judgement or ())))
+        return found
 
     def _search(self, pixels: Tensor, search: EvaluationSection) -> tuple[Captions, Memory]:
         """The best captions of each image (B, 3, H, W), and the encoded images."""
@@ -172,7 +151,6 @@ class CaptionService:
         return find_captions(captioner.model, memory, search, self.bundle.vocabulary, contents), memory
 
     def _ranked(self, ids: list[int], log_prob: float, search: EvaluationSection) -> RankedCaption:
-        """A caption of the search as text."""
         text = self.bundle.vocabulary.decode(ids)
         text = collapsed(text) if search.collapse_repeats else text
         return RankedCaption(text, log_prob, self._words(text))
@@ -187,7 +165,7 @@ class CaptionService:
         """Where the model looks in one image (3, H, W) for each word of a caption.
 
         head: as in `attention`. with_attribution: also integrated gradients, which take minutes of a CPU core.
-        Raises UserError for a head that the model does not have, and for a caption of too many tokens.
+        Raises UserError for a head that the model lacks, and for too many tokens.
         """
         model = self.bundle.captioner.model
         num_heads, most = model.config.num_heads, model.sizes.max_positions - 1
@@ -195,18 +173,16 @@ class CaptionService:
             raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
         if len(self._ids(caption)) - 2 > most:
             raise UserError(f"caption has more than the {most} tokens that this model explains")
-        first = self.num_prefix_tokens
-        attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
-        backbone = self.bundle.captioner.backbone
+        backbone, words = self.bundle.captioner.backbone, self._words(caption)
         assert backbone is not None
-        grid = backbone.grid
-        words = self._words(caption)
+        first = backbone.num_prefix_tokens  # image tokens before those of the grid
+        attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
         if not with_attribution:
-            return Explanation(caption, words, grid, attention)
+            return Explanation(caption, words, backbone.grid, attention)
         attribution = self.attribution(pixels, caption)
         gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
         shares = attribution.shares().cpu().numpy()[:, first:]
-        return Explanation(caption, words, grid, attention, shares, STEPS, gap)
+        return Explanation(caption, words, backbone.grid, attention, shares, STEPS, gap)
 
     def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
         """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).
@@ -221,8 +197,7 @@ class CaptionService:
 
     def attribution(self, pixels: Tensor, caption: str) -> Attribution:
         """The contribution of each image token of one image (3, H, W) to the log-probability of each word."""
-        captioner = self.bundle.captioner
-        ids = self._ids(caption)
+        captioner, ids = self.bundle.captioner, self._ids(caption)
         count = len(ids) - 2  # without SOS and EOS
         ids = ids[: captioner.model.sizes.max_positions + 1]
         with self._computing:

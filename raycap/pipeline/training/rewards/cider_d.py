@@ -1,7 +1,4 @@
-"""CIDEr-D of token ids against raw reference captions: the reward of SCST and the score of validation.
-
-The reference captions are read in parts.
-"""
+"""CIDEr-D of token ids against raw reference captions: the reward of SCST and the score of validation."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards.cider_index import build_index
+from raycap.pipeline.training.rewards.cider import build_index
 
 _BATCH = 1024  # images whose captions are Python lists at a time
 
 
 class References:
-    """The captions of each image. An image is numbered by its position, and the image ids only serve to look it up.
+    """The captions of each image. An image is numbered by its position.
 
     ids: (I,) int64, distinct. read: the captions of the images with these numbers (n,), which ascend. For a data set
     they remain in the memory-mapped pages of its file.
@@ -61,18 +58,12 @@ class References:
 
     def indices_of(self, images: Sequence[int]) -> np.ndarray:
         """The numbers (len(images),) int64 of these image ids. Raises KeyError for an id without captions."""
-        wanted = np.asarray(images, np.int64)
-        ids, order = self._sorted_ids
-        position = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
-        if len(unknown := wanted[ids[position] != wanted] if len(ids) else wanted):
-            raise KeyError(int(unknown[0]))
-        return order[position]
+        return np.array([self._numbers[image] for image in images], np.int64)
 
     @cached_property
-    def _sorted_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """The image ids in ascending order, and the number of each; 16 bytes per image."""
-        order = np.argsort(self._ids)
-        return self._ids[order], order
+    def _numbers(self) -> dict[int, int]:
+        """The number of each image id."""
+        return {image: number for number, image in enumerate(self._ids.tolist())}
 
 
 class CiderDReward:
@@ -85,7 +76,7 @@ class CiderDReward:
     eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
     at the length limit scores lower.
     caption_documents: the document frequencies count captions instead of images.
-    device: of the captions to score, and of the index. `training.rewards.cider_index` states its size.
+    device: of the captions to score, and of the index. `build_index` states its size.
     ground_truth: the mean CIDEr-D of the first caption of an image against its other captions, with EOS and without it,
     over the first 1000 images with several captions; None if no image has several (see `check_reward`).
     """

@@ -1,0 +1,88 @@
+"""What an operator decides about a server: its models, its processes, who may ask, and the limits of requests."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
+
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.s3 import StorageOptions
+
+TOKEN_VARIABLE = "RAYCAP_SERVE_TOKEN"
+MIN_TOKEN = 16  # characters
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class Limits(BaseModel, extra="forbid", frozen=True):
+    """Limits of requests.
+
+    body_bytes: of a request. image_bytes, pixels: of one image. images: per request. body_s: for a client to send its
+    request. answer_s: for the captions of a request, waiting included. queue: requests that are worked on or wait.
+    beam_size, num_results: the largest that a request may ask for.
+    """
+
+    body_bytes: PositiveInt = 64 * 2**20
+    image_bytes: PositiveInt = 16 * 2**20
+    pixels: PositiveInt = 40_000_000
+    images: PositiveInt = 16
+    body_s: PositiveFloat = 30.0
+    answer_s: PositiveFloat = 60.0
+    queue: PositiveInt = 64
+    beam_size: PositiveInt = 10
+    num_results: PositiveInt = 10
+
+
+class ServeArguments(BaseModel, extra="forbid", frozen=True):
+    """What is served and how; a RayService gives the same as `args` of its application.
+
+    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: between
+    two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or the range
+    [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of torch in each process. allow_uris:
+    folders and prefixes below which clients may name images. allow_attribution: whether clients may ask for integrated
+    gradients, which take minutes. insecure: whether other machines may ask without a token.
+    """
+
+    models: tuple[str, ...] = Field(min_length=1)
+    storage: str = "results"
+    endpoint_url: str | None = None
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+    poll_s: float = Field(default=30.0, gt=0)
+    batch_size: int = Field(default=16, ge=1, le=1024)
+    replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    gpus: float | None = Field(default=None, ge=0)
+    threads: int | None = Field(default=None, ge=1)
+    allow_uris: tuple[str, ...] = ()
+    allow_attribution: bool = False
+    loopback_only: bool = False
+    insecure: bool = False
+    limits: Limits = Limits()
+
+    @property
+    def options(self) -> StorageOptions:
+        """How S3 is reached."""
+        return StorageOptions(self.endpoint_url)
+
+    @property
+    def num_captioners(self) -> int:
+        """The largest number of captioning processes."""
+        return (self.replicas if isinstance(self.replicas, int) else self.replicas[1]) * len(self.models)
+
+
+def server_token(host: str | None, insecure: bool) -> str | None:
+    """The token of RAYCAP_SERVE_TOKEN; None without one.
+
+    host: to which the server is bound; None in a cluster, which other machines reach. Raises UserError for a short
+    token, and without one unless only this machine can ask or `insecure` is set.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token is not None and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):
+        raise UserError(f"{TOKEN_VARIABLE} must have {MIN_TOKEN} or more visible ASCII characters without blanks")
+    if token is None and host not in LOOPBACK_HOSTS and not insecure:
+        place = "in a cluster" if host is None else f"on {host}"
+        raise UserError(
+            f"a server {place} can be reached by other machines and needs a token in {TOKEN_VARIABLE}; set it, give "
+            "--insecure, or use --host 127.0.0.1"
+        )
+    return token
