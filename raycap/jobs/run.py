@@ -130,7 +130,7 @@ def train(config: RunConfig, address: str | None = None) -> RunFolder:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of a run or search in the context. Raises UserError when one is working on it."""
+    """Holds the lock of a run or search in the context. Raises UserError if another process has it."""
     with try_lock(folder) as has_lock:
         if not has_lock:
             raise UserError(f"another process is working on {folder.name}; wait for it or stop it")
@@ -140,8 +140,7 @@ def alone(folder: Path) -> Iterator[None]:
 def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     """Groups consecutive stages that one call of `jobs.train.fit` can run. Features are extracted before each group.
 
-    A frozen stage after a stage that trains the backbone begins a group, because only the trained backbone can compute
-    its features.
+    A frozen stage after a stage that trains the backbone begins a group, because it needs the new backbone's features.
     """
     groups: list[list[StageSection]] = []
     for stage in stages:
@@ -336,7 +335,7 @@ class RunDriver:
 
     @property
     def _decides_checkpointing(self) -> bool:
-        """Whether a dry run must decide if the GPUs' memory suffices to keep the activations of a backbone."""
+        """True if a dry run must find out if the GPUs have the memory to keep a backbone's activations."""
         trains_backbone = any(stage.train_backbone for stage in self._pending)
         is_open = self.config.backbone.gradient_checkpointing == "auto"
         return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
@@ -465,7 +464,7 @@ class RunDriver:
 
 
 def _may_be_complete(config: RunConfig) -> bool:
-    """Whether the run may need no resources, because one of its name is complete. S3 is not asked."""
+    """True if a run of this name is complete, which needs no resources, or if the storage is on S3."""
     place = config.storage_place
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 

@@ -210,7 +210,7 @@ class Content:
         return {name.split("/")[1] for name in self.records if re.fullmatch(r"stages/[^/]+/DONE\.json", name)}
 
     def values(self) -> Values:
-        """Plain values for a JSON file."""
+        """The values of `--json`."""
         kept = ("name", "bytes", "newest", "state", "detail")
         return {key: getattr(self, key) for key in kept} | self.facts
 
@@ -229,7 +229,7 @@ class Content:
 
 
 def _listed(storage: StoragePath, room: str, depth: int = 1) -> Iterator[Content]:
-    """The folders `depth` levels below a room of the storage, of which no file was read. Some may be hidden."""
+    """The folders `depth` levels below a room of the storage, including hidden ones. No file is read."""
     found: dict[str, Content] = {}
     for file, entry in (storage / room).walk():
         names = file.split("/")
@@ -275,7 +275,7 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
     place, facts = storage / entry.path, {"created": "", "at": "", "val": None, "test": None}
     entry.facts = facts
     is_active = _in_progress(place) or (place.is_remote and time.time() - entry.newest < ACTIVE_S)
-    if "run.json" not in entry.records:  # another program's folder, or its creation or removal was killed or goes on
+    if "run.json" not in entry.records:  # another program's folder, or an incomplete creation or removal
         is_ours = all(name in KNOWN or TEMPORARY.fullmatch(name) for name in entry.tops)
         entry.state = "foreign" if not is_ours else "in progress" if is_active else "unprepared"
         return
@@ -300,7 +300,7 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_search(storage: StoragePath, entry: Content) -> None:
-    """Sets the state of a search and the number of its trials, ended ones of all."""
+    """Sets the state of a search, and its trials as ENDED/ALL."""
     place, records = storage / entry.path, sorted(each for each in entry.records if each.startswith("trials/"))
     entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": f"?/{len(records)}"}
     trials = [_read_record(place / record) for record in records]
@@ -309,7 +309,7 @@ def _read_search(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_champion(storage: StoragePath, entry: Content) -> None:
-    """Sets the state of a configuration's champion. Its record needs the runs of all champions that may return."""
+    """Sets the state of a configuration's champion. It needs the runs of all champions that a rollback may restore."""
     entry.facts = {"decisions": 0, "bundle": "", "run": ""}
     if LEASE in entry.records and _is_leased(storage / entry.path / LEASE):
         entry.state = "in progress"
@@ -322,9 +322,9 @@ def _read_champion(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_features(storage: StoragePath, entry: Content) -> None:
-    """Sets the number of images of a feature store, None before its first extraction has ended.
+    """Sets the images and the backbone of a feature store; None and nothing before its first extraction has ended.
 
-    Its backbone is "" for regions of a detector's file.
+    The backbone is "" for regions of a detector's file.
     """
     entry.facts = {"images": None}
     if "COMPLETE" in entry.tops:
@@ -352,7 +352,7 @@ def _in_progress(place: StoragePath) -> bool:
 
 
 def _is_leased(path: StoragePath) -> bool:
-    """True if the file of a lease names a holder whose time has not expired. A file that is no lease counts as one."""
+    """True if the lease in a file has not expired. A file that cannot be read counts as a lease."""
     try:
         return LeaseRecord.model_validate_json(path.read_bytes(2**16)).until > time.time()
     except FileNotFoundError:
@@ -413,12 +413,12 @@ def _leftovers(storage: StoragePath) -> Iterator[Removal]:
 
 
 def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> list[Removal]:
-    """The feature stores whose backbone no run has. Raises one of FAILURES if the backbones of a run are not known."""
+    """The feature stores whose backbone no run has. Raises one of FAILURES if it is not clear what a run needs."""
     stores = [store for store in found["features"] if store.needs and store.days > LEAST_DAYS]
     used = set[str]()
     for run in (run for run in found["runs"] if stores and run.state != "foreign"):
         if run.state in ("damaged", "unprepared", "of another version"):
-            raise UserError(f"{run.path} is {run.state}, and it is not known what it needs")
+            raise UserError(f"{run.path} is {run.state}, and what it needs cannot be read")
         for part in ("init", *filter(BEST.fullmatch, run.parts)):
             path = storage / run.path / part / DIGESTS
             digests = digests_in(path.read_bytes(MAX_RECORD_BYTES), str(path))
@@ -435,7 +435,7 @@ def _old_runs(runs: Sequence[Content], owners: Sequence[Content], older_than_day
     """
     for owner in owners:
         if owner.detail:
-            raise UserError(f"it is not known what {owner.path} needs: {owner.detail}")
+            raise UserError(f"what {owner.path} needs cannot be read: {owner.detail}")
     named, least = set[str]().union(*(owner.needs for owner in owners)), max(older_than_days, LEAST_DAYS)
     unfinished = [run for run in runs if run.state in ("interrupted", "unprepared") and run.facts["at"] != TRAINED]
     old = [run for run in unfinished if run.days >= least and run.name not in named]
@@ -443,7 +443,7 @@ def _old_runs(runs: Sequence[Content], owners: Sequence[Content], older_than_day
 
 
 def remove(storage: StoragePath, removal: Removal) -> bool:
-    """Removes what a plan contains. Returns False if a process works on it now, or another one has removed it."""
+    """Removes a part of a plan. Returns False if a process works on it now, or another one has removed it."""
     place = storage / removal.name
     if removal.kind == "run":  # it may have been resumed since the plan
         newest = max((entry.modified for name, entry in place.walk() if name != ".lock"), default=0.0)

@@ -152,7 +152,7 @@ def _trainer(job: StageJob) -> Any:
             # a new name, because Ray Train returns the old result when a name is used twice
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
             storage_path=str(job.folder.path / "log" / SCRATCH),
-            # `fit` makes the next attempt, except after a node was drained, which is no failure
+            # `fit` makes the next attempt, except after a node was drained, which does not count as a failure
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=NUM_STARTS),  # type: ignore[call-arg]
         ),
     )

@@ -1,8 +1,8 @@
 """The folder of a run: its paths, its metadata, and the tokens that keep abandoned workers from writing.
 
-The original folder of a run (`RunFolder.home`) is on S3 when the configured storage is. The driver, and each machine
-with workers, then opens a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the
-journal, and for a trial of a search the captions of the reported split; the driver writes everything else.
+If the storage is on S3, so is the original folder of a run (`RunFolder.home`), and the driver and each machine with
+workers open a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the journal, and for
+a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json tokens/
@@ -51,9 +51,9 @@ def try_lock(folder: Path) -> AbstractContextManager[bool]:
 
 
 def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig | None = None) -> RunFolder:
-    """A run's folder. For a run on S3, `path` is a local copy; it is updated unless another process has locked it.
+    """A run's folder. For a run on S3, `path` is a local copy, which is updated unless another process has locked it.
 
-    config: the configuration of the run; None for the stored one.
+    config: None for the stored configuration.
     """
     if home is not None:
         prune_copies(keep=path)
@@ -270,14 +270,14 @@ class RunFolder:
             return dict(read_json(path))
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
-        """Names a file without which the run cannot continue, if reading it fails in the context."""
+        """Names a file that the run needs, if reading it fails in the context."""
         return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
 
     def token(self, name: str) -> str:
         """The current "driver_token" or "worker_group_token"; "" if none was written yet.
 
-        A worker remembers the tokens with which it started. It stops writing when one of them has changed, because
-        another driver or another group of workers then works on the run.
+        A worker stops writing when a token differs from the one with which it started, because another driver or
+        another group of workers then works on the run.
         """
         try:
             return (self.root / "log" / name).read_bytes().decode()
@@ -296,7 +296,7 @@ class RunFolder:
 
     @property
     def journal(self) -> Path:
-        """The folder that `pipeline.runs.journal` writes and reads."""
+        """The folder of the journal (`pipeline.runs.journal`)."""
         return self.path / JOURNAL
 
     def stage(self, name: str) -> Path:

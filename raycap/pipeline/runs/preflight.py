@@ -111,7 +111,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def check_score_inputs(config: RunConfig) -> None:
-    """The part of `check_files` for the files of `evaluation.inputs`."""
+    """Raises UserError for a missing or unreadable file of `evaluation.inputs`."""
     for key, file in config.evaluation.inputs.files().items():
         _require_file(key, file)
     ScoreInputs.read(config.evaluation.inputs, config.data.language)

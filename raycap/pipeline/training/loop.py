@@ -64,7 +64,7 @@ class StageJob:
     store: StoragePath | Path | None
     excluded: tuple[str, ...] = ()  # content keys of images without features
     driver_token: str = ""  # workers stop when the run has another token; "" switches this check off
-    removes_copies: bool = False  # whether a worker that ends removes its copy of a run on S3
+    removes_copies: bool = False  # a worker that ends removes its copy of a run on S3
     caption_split: str | None = None  # the split that is captioned with the final weights after the stages
 
 

@@ -149,7 +149,7 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
     # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
     padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
     same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
-    same = same_word  # whether the n-grams of the current order at two positions are equal
+    same = same_word  # True where the n-grams of the current order at two positions are equal
     # (T, T, 1): whether the second position is before the first one
     is_before = torch.ones(width, width, dtype=torch.bool, device=words.device).tril(-1)[:, :, None]
     parts = [(words.new_zeros(0),) * 4]
@@ -197,7 +197,7 @@ class HashTable:
     A bucket has about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
     """
 
-    keys: Tensor  # (size + 1,); the last one is no key, but makes the position after the last key readable
+    keys: Tensor  # (size + 1,); the last one is padding, so that the position after the last key can be read
     start: Tensor  # (buckets + 1,); position of each bucket's first key, and the end of the last bucket
 
     @classmethod
@@ -337,7 +337,7 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
         "reference_offset": _positions(first_caption, len(lengths)),
         "length": np.maximum(lengths - 1.0, 0.0),
         "norm": norm,
-        "idf": np.append(idf, 0.0),  # makes position 0 readable if there is no n-gram
+        "idf": np.append(idf, 0.0),  # so that position 0 can be read if there are no n-grams
         "pair_offset": _positions(first_pair, len(start)),
         "pair_ngram": np.append(pair_ngram, 0).astype(index_type(num_ngrams)),
         "pair_bucket": _positions(np.cumsum(in_bucket) - in_bucket, len(start)),
@@ -362,7 +362,7 @@ def _captions(references: Iterable[Sequence[Sequence[int]]]) -> tuple[Ragged, np
 
 def _bigrams(captions: Ragged) -> np.ndarray:
     """The keys of the 2-grams of all captions."""
-    follows = np.ones(len(captions.words), bool)  # whether the next word belongs to the same caption
+    follows = np.ones(len(captions.words), bool)  # True where the next word belongs to the same caption
     follows[np.cumsum(captions.lengths[captions.lengths > 0]) - 1] = False
     first = np.flatnonzero(follows)
     return bigram_keys(captions.words[first], captions.words[first + 1])
@@ -391,7 +391,7 @@ def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _is_first(values: np.ndarray) -> np.ndarray:
-    """Whether each of the sorted values (n,) differs from the one before."""
+    """True where one of the sorted values (n,) differs from the one before."""
     is_first = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])
     return is_first

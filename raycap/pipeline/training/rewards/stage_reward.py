@@ -1,7 +1,7 @@
 """The reward of a stage of SCST: the weighted sum of rewards that `scst.reward` names.
 
 Rewards other than CIDEr-D are computed from the words of the language's metrics (`scores.metric_words`), whatever the
-model's tokens are. EOS is no word there.
+model's tokens are. EOS does not count as a word there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def repetition(captions: CaptionWords) -> np.ndarray:
 
 
 # Each gives N captions their values, float64 (N,), which do not depend on the other captions. BLEU-n and ROUGE-L, from
-# 0 to 1, are the metrics' values per image. A caption of 4 words or more of which no 4-gram matches has a BLEU-4 below
-# 0.0002, because the only smoothing is 1e-15 matches and 1e-9 n-grams.
+# 0 to 1, are the metrics' values per image. BLEU is smoothed only by 1e-15 matches and 1e-9 n-grams: a caption without
+# a matching 4-gram has a BLEU-4 below 0.0002.
 WORD_REWARDS: dict[str, Callable[[CaptionWords], np.ndarray]] = {
     "bleu1": lambda captions: bleu(captions.corpus)[1][0],
     "bleu2": lambda captions: bleu(captions.corpus)[1][1],
