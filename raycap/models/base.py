@@ -73,10 +73,7 @@ class Cache(ABC):
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Makes row r continue the former row index[r], which is of the same image; index is (B*K,) int64.
-
-        The old cache must not be used again.
-        """
+        """Makes row r continue the former row index[r] of the same image, in this cache; index is (B*K,) int64."""
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
@@ -107,10 +104,7 @@ class CaptionModel(nn.Module, ABC):
         """
 
     def predicting(self, values: Tensor) -> Tensor:
-        """Selects, from values (rows, positions, ...) at every input of a decoder layer, those that predict a word.
-
-        The result is (B*K, T, ...), as the logits.
-        """
+        """The values (B*K, T, ...) that predict a word, of those (rows, positions, ...) at a decoder layer's input."""
         return values
 
     def forward(self, features: Features, tokens: Tensor) -> Tensor:

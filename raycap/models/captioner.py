@@ -73,10 +73,8 @@ class Captioner(nn.Module):
         return list(frozen.values())
 
     def compile_layers(self) -> None:
-        """Compiles every layer of the model and every block of the backbone in place, at their first use.
-
-        Compiled as a whole, a captioner would exchange gradients between processes only after the backward pass.
-        """
+        """Compiles every layer of the model and every block of the backbone in place, at their first use."""
+        # Compiled as a whole, a captioner would exchange gradients between processes only after the backward pass.
         # All blocks of a backbone are one piece of code. By default torch compiles 8 forms of it, for different shapes,
         # masks and drop paths, in training and in evaluation, and runs the others as they are.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
@@ -94,10 +92,8 @@ class Captioner(nn.Module):
         return self.model.encode(self.features(inputs))
 
     def forward(self, inputs: Features, decoding: Tensor | Callable[[Memory], Any]) -> Any:
-        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T), or the result of a function of the memory.
-
-        Data-parallel training exchanges only gradients that pass through this method.
-        """
+        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T), or the result of a function of the memory."""
+        # data-parallel training exchanges only gradients that pass through this method
         memory = self.encode(inputs)
         return decoding(memory) if callable(decoding) else self.model.decode(memory, decoding)
 

@@ -73,10 +73,7 @@ State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6
 
 
 def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
-    """z (..., N, N) with row i and column k, from u = `scalar` (..., N), v = `context` (..., N) and b = `bias`.
-
-    Only entries with i < k are defined; the others are 0.
-    """
+    """z (..., N, N) from u = `scalar` (..., N), v = `context` (..., N) and b = `bias`; 0 unless row i < column k."""
     count = scalar.shape[-1]
     positions = torch.arange(count, device=scalar.device)
     distance = positions - positions[:, None]
@@ -87,10 +84,7 @@ def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
 
 
 def log_products(log_conditionals: Tensor) -> Tensor:
-    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N).
-
-    Only entries of log P with row i < column k are read.
-    """
+    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N) above its diagonal."""
     upper = log_conditionals.triu(1).cumsum(-1).triu(1)
     return upper + upper.mT
 
@@ -120,10 +114,7 @@ def window_matrix(rows: int, columns: int, window: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as a grid, or as a sequence when `rows` is 1.
-
-    Down-up sampling pools groups of `rate` tokens of a sequence, or of `rate` x `rate` tokens of a grid.
-    """
+    """Tokens as a grid, or as a sequence if `rows` is 1; down-up sampling pools squares of `rate` x `rate` tokens."""
 
     rows: int
     columns: int
@@ -208,14 +199,11 @@ class ClusterMaps(nn.Module):
             return row, state, sums, log_row
 
     def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
-        """log P of each axis, and log(1 - P) of each axis (empty without conditional stacking).
-
-        With conditional stacking, 1 - P is the product of this layer's 1 - P and those of the layers before it.
-        """
+        """log P of each axis, and log(1 - P) of each axis (empty without conditional stacking)."""
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
         complements = tuple(F.logsigmoid(-z) for z in scores)
-        if before:
+        if before:  # 1 - P is the product of this layer's 1 - P and those of the layers before it
             complements = tuple(old + new for old, new in zip(before, complements, strict=True))
         largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that the logarithm of P is finite
         return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
@@ -293,10 +281,7 @@ class ClusteredAttention(SelfAttention):
         return self.out_proj(merge_heads(weights.to(value.dtype) @ value), x)
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor, row: Tensor | None = None) -> Tensor:
-        """The output (B*K, D) for the next token of each beam, from x (B*K, D), its `row` of C (B*K, t) and its path.
-
-        ancestors (B, K, t) are the slots on each beam's path.
-        """
+        """The output (B*K, D) for the next token x (B*K, D) of each beam, with its `row` of C (B*K, t)."""
         if isinstance(slots, RowSlots):
             query, key, value = self.project_rows(x, slots)
             weights = self._weights(query, key, None, None if row is None else row[:, None])
@@ -568,7 +553,7 @@ class MaskTokenClustFormer(ClustFormer):
         is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
         prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)[:, None].expand(-1, length, -1)
         prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)
-        shared = self._start_prefix_pass(prefixes, is_visible.repeat(rows, 1)[:, None, None])
+        shared = self._start_pass(Layout(1, length + 1), is_visible.repeat(rows, 1)[:, None, None], tokens.device)
         outputs = self.decoder_outputs(memory, prefixes, shared)
         return self.logits([self.predicting(outputs[-1])])
 
@@ -580,7 +565,7 @@ class MaskTokenClustFormer(ClustFormer):
     def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
         """See `ClustFormer.decoder_clusters`: those of the pass that predicts the word after the whole caption."""
         prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)
-        shared = self._start_prefix_pass(prefixes, None)
+        shared = self._start_pass(Layout(1, prefixes.shape[1]), None, tokens.device)
         outputs = self.decoder_outputs(memory, prefixes, shared)
         return shared.all_matrices(outputs[-1])[:, :, :-1, :-1]
 
@@ -595,12 +580,8 @@ class MaskTokenClustFormer(ClustFormer):
         consumed = cache.layers[0].append("tokens", tokens.view(1, cache.images, cache.beams))[0]  # (B, slots)
         paths = consumed[:, None].expand(-1, cache.beams, -1).gather(2, cache.ancestors)  # (B, K, t)
         prefixes = F.pad(paths.flatten(0, 1), (0, 1), value=self.sizes.pad)
-        shared = self._start_prefix_pass(prefixes, None)
+        shared = self._start_pass(Layout(1, prefixes.shape[1]), None, tokens.device)
         y = self.embed(prefixes, position=0)
         for layer, cross in zip(self.decoder, cache.cross, strict=True):
             y = layer.read_image(layer.mix(y, shared), cross, cache.bias)
         return self.logits([y[:, -1]]), cache
-
-    def _start_prefix_pass(self, prefixes: Tensor, attention_mask: Tensor | None) -> PassState:
-        """The state before the first decoder layer for prefixes with their mask token (rows, T + 1)."""
-        return self._start_pass(Layout(rows=1, columns=prefixes.shape[1]), attention_mask, prefixes.device)

@@ -1,4 +1,4 @@
-"""Configurations of captioners, backbones and decoding, and the types of their numbers and texts.
+"""Configurations of captioners, backbones, decoding and views of images, and the types of their numbers and texts.
 
 pydantic checks each value by its annotation, and `__post_init__` checks values that depend on each other. The upper
 limits are far above what anyone would train: they refuse a width of a billion before memory is asked for. This module
@@ -7,10 +7,13 @@ is read quickly: it imports neither torch nor pydantic, which finds the method o
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -448,3 +451,50 @@ class Decoding:
 
 # the search of the papers' codes, and of bundles that record no other one
 PLAIN = Decoding(suppress_unk=False)
+
+VIEWS_VERSION = 1  # of `encoders.transform.augmented`; raise it when its pixels change, which makes views again
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random changes of training images, which `models.encoders.transform.augmented` makes.
+
+    min_area: the smallest share of the image's area that a crop keeps; 1 for no crop. color: the largest relative
+    change of brightness, contrast and saturation. mirror: mirrors half of the images; captions that name left and right
+    are then wrong.
+    """
+
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
+
+    min_area: Annotated[float, Ge(0.01), Le(1), NUMBER] = 0.8
+    color: Rate = 0.2
+    mirror: bool = False
+
+
+@dataclass(frozen=True)
+class Views:
+    """`count` augmented versions of each training image. A seed selects one of the stored ones, or draws a new one."""
+
+    count: int
+    augmentation: Augmentation
+
+    def keys(self, content_key: str) -> list[str]:
+        """The keys of an image's versions in a feature store, which differ from those of another augmentation."""
+        return [content_key + suffix for suffix in self.suffixes]
+
+    @cached_property
+    def suffixes(self) -> list[str]:
+        """The ends of the keys, which follow the content key."""
+        settings = json.dumps([VIEWS_VERSION, asdict(self.augmentation)], sort_keys=True)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
+        return [f"-{digest}-{number}" for number in range(self.count)]
+
+
+def content_key_of(key: str) -> str:
+    """The content key in a key of `Views.keys`, or the content key `key` itself."""
+    return key.partition("-")[0]
+
+
+def seed_of_key(key: str) -> int | None:
+    """The seed of `augmented` for a key of `Views.keys`; None for a content key, whose image is not changed."""
+    return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) if "-" in key else None

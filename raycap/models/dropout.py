@@ -76,10 +76,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
 
 
 class Dropout(nn.Module):
-    """Dropout with a probability that can be changed after construction (`set_dropout`), unless it is `fixed`.
-
-    masks: what the steps and the teacher-forced pass of sampled captions share; None to draw new masks.
-    """
+    """Dropout with a probability that `set_dropout` can change, unless it is `fixed`, and masks that may be shared."""
 
     def __init__(self, p: float, fixed: bool = False) -> None:
         super().__init__()

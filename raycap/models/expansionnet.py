@@ -406,11 +406,7 @@ class ExpansionNet(EncoderDecoder):
         return self.lm_head(self.decoder_sum(outputs))
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
-        """One teacher-forced pass in the materialized form, without the backbone, as in Table VI.
-
-        The table counts the baseline's self-attention with 3 projections, and one of the encoder's two maps of the
-        features.
-        """
+        """One teacher-forced pass in the materialized form as Table VI counts it: attention with 3 projections."""
         config, n, t = self.config, image_tokens, caption_tokens
         d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size
 
@@ -434,10 +430,7 @@ class ExpansionNet(EncoderDecoder):
 
 
 class Transformer(ExpansionNet):
-    """The papers' baseline: self-attention in place of all expansions, whose settings it ignores.
-
-    No public code has it, so that no parity is claimed.
-    """
+    """The papers' baseline, which has no public code: self-attention in place of all expansions."""
 
     def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)

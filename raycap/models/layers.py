@@ -102,10 +102,7 @@ def attend(
 
 
 def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) in the memory layout that `attend` reads: once for all steps.
-
-    The products on a CPU read keys by columns. On a GPU the fused kernel reads them by rows.
-    """
+    """Keys and values (..., N, d) in the memory layout that `attend` reads: by columns on a CPU, else by rows."""
     key = key.mT.contiguous().mT if key.device.type == "cpu" else key.contiguous()
     return key, value.contiguous()
 
@@ -135,11 +132,7 @@ class OutputProjection(nn.Linear):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from caption tokens to image tokens.
-
-    dropout: the probability of dropout on the weights; None for none, as in the references of the other systems than
-    Ada-ClustFormer.
-    """
+    """Multi-head attention from caption tokens to image tokens, with `dropout` of the weights unless it is None."""
 
     dropout: Dropout | None
 
@@ -164,10 +157,7 @@ class CrossAttention(nn.Module):
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """The output (B*K, T, D) of queries from x (B*K, T, D) over the keys and values of B images.
-
-        bias is (B, 1, 1, N), or None.
-        """
+        """The output (B*K, T, D) for x (B*K, T, D) over keys and values of B images; bias is (B, 1, 1, N) or None."""
         # the K captions of an image form one longer query sequence, so that its keys are read once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)

@@ -189,10 +189,7 @@ class MeshedDecoderLayer(DecoderLayer):
 
 
 def with_padding(features: Features, count: int) -> Features:
-    """Features with `count` tokens per image, of which those that are padding are 0 and not masked.
-
-    Raises ValueError for an image with more regions.
-    """
+    """Features padded with zeros to `count` tokens per image. Raises ValueError for an image with more regions."""
     tokens, lengths = features.tokens, features.lengths
     most = tokens.shape[1]
     if most > count and lengths is not None:  # asks the GPU

@@ -14,9 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from raycap.models.config import seed_of_key
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import augmented
-from raycap.models.encoders.views import seed_of_key
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.images import decode_image, read_image_file

@@ -36,10 +36,7 @@ _NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
 
 
 def check_file(path: Path, module: nn.Module) -> None:
-    """Raises ValueError unless a safetensors file has the tensors of a module, and fits into this machine's memory.
-
-    It reads only the file's header.
-    """
+    """Raises ValueError unless a safetensors file has the tensors of a module, by its header, and fits into memory."""
     try:
         _require_memory(path)
         with path.open("rb") as file:
@@ -93,15 +90,23 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
         )
-    _check_tensors(path, content)
+    for name, tensor in content.items():
+        wrong = None
+        if not isinstance(name, str):
+            wrong = "its name is no string"
+        elif tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            wrong = f"it is no plain tensor ({tensor.layout}, {tensor.device})"
+        elif tensor.is_complex():
+            wrong = "its numbers are complex"
+        elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
+        if wrong is not None:
+            raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
     return content
 
 
 def _require_memory(path: Path) -> None:
-    """Raises ValueError for a file that cannot be loaded twice, into the tensors and from them into the model.
-
-    Such a file need not take space on the disk, because a sparse file has a size without content.
-    """
+    """Raises ValueError for a file that cannot be loaded twice: into the tensors and from them into the model."""
     status, memory = path.stat(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
         raise ValueError("it is not a regular file")
@@ -146,22 +151,6 @@ def _reason(error: Exception) -> str:
     return type(error).__name__ + (f": {text}" if text and "weights_only" not in str(error) else "")
 
 
-def _check_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises ValueError for a tensor that is not plain, or whose shape needs more bytes than the file contains."""
-    for name, tensor in tensors.items():
-        wrong = None
-        if not isinstance(name, str):
-            wrong = "its name is no string"
-        elif tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            wrong = f"it is no plain tensor ({tensor.layout}, {tensor.device})"
-        elif tensor.is_complex():
-            wrong = "its numbers are complex"
-        elif tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
-        if wrong is not None:
-            raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
-
-
 def name_problems(expected: Set[str], given: Set[str]) -> str:
     """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
     missing, unknown = expected - given, given - expected
@@ -171,10 +160,7 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
-    """Raises ValueError unless keys, shapes and kinds of number (floating-point or not) are those of the module.
-
-    what: the name of `state` in the message. Both may be on the device "meta", because no content is read.
-    """
+    """Raises ValueError unless keys, shapes and kinds of numbers are the module's; `what` is the name of `state`."""
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:
@@ -190,10 +176,7 @@ def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> Non
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict, which messages call `what`.
-
-    Raises ValueError as `check_fits`, and for weights that are not finite.
-    """
+    """Loads a state dict. Raises ValueError as `check_fits`, and for weights that are not finite."""
     check_fits(module, state, what)
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):

@@ -71,10 +71,7 @@ _MESHED_DECODER_LAYER = {
 
 
 def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
-    """The upstream names of each of our weights and biases, from a table of layers.
-
-    `ours` and `theirs` are prefixes of the names.
-    """
+    """The upstream names of each of our weights and biases, from a table of layers and prefixes of both names."""
     return {
         f"{ours}{layer}.{part}": tuple(f"{theirs}{name}.{part}" for name in names.split())
         for layer, names in table.items()
@@ -171,10 +168,9 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings `given`.
+    """The model's configuration from the checkpoint's shapes and the user's settings; no groups: the published ones.
 
-    Groups that the user does not give are the published ones. Raises ValueError as `complete_settings`, and for groups
-    that do not sum to the checkpoint's vectors.
+    Raises ValueError as `complete_settings`, and for groups that do not sum to the checkpoint's vectors.
     """
     total, groups = inferred.total_expansion, given.get("static_expansion")
     if groups is None:
@@ -248,10 +244,9 @@ def infer_swin(tensors: Mapping[str, Tensor]) -> Values:
 
 
 def backbone_config(inferred: Values, given: Values) -> BackboneConfig:
-    """The backbone's configuration from the file's shapes and the user's settings `given`.
+    """The backbone's configuration from the file's shapes and the user's settings; the published Swin-L has its name.
 
-    It is the published Swin-L if the file has its sizes. Raises ValueError when a setting contradicts the file, and
-    when one is missing.
+    Raises ValueError when a setting contradicts the file, and when one is missing.
     """
     for key, value in given.items():
         if value is not None and key in inferred and value != inferred[key]:
@@ -320,13 +315,3 @@ def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
         vocabulary_size=shape("decoder.fc.weight")[0],
         max_positions=shape("decoder.pos_emb.weight")[0] - 1,
     )
-
-
-def complete_meshed_config(inferred: Inferred, given: Mapping[str, object]) -> MeshedMemoryConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings.
-
-    Padding is attended unless a setting says otherwise, as when the published weights were trained. Raises ValueError
-    as `complete_settings`.
-    """
-    regions = given.get("attended_regions", MESHED_REGIONS)
-    return MeshedMemoryConfig(**(complete_settings(inferred, given) | {"attended_regions": regions}))

@@ -80,14 +80,8 @@ class GraphedSearch:
                 self.max_graphs = len(self.graphs)
         self.seen.add(shape)
         if shape not in self.graphs:
-            return beam_search(
-                self.models,
-                memories,
-                beam_size=self.beam_size,
-                max_length=self.max_length,
-                num_results=self.num_results,
-                rules=self.rules,
-            )
+            limits = {"beam_size": self.beam_size, "max_length": self.max_length, "num_results": self.num_results}
+            return beam_search(self.models, memories, rules=self.rules, **limits)
         graph = self.graphs[shape]
         for memory, static in zip(memories, graph.inputs, strict=True):
             for name, tensor in vars(memory).items():

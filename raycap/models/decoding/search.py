@@ -134,10 +134,7 @@ class Captions:
 
 
 class Decoder:
-    """One or several models that decode the same tokens; `images` are the indices of the unfinished images.
-
-    keeps_images: never ask which images have ended, and keep all.
-    """
+    """One or several models that decode the same tokens; `images` are the indices of the unfinished images."""
 
     def __init__(
         self, models: Models, memories: Memories, beams: int, max_length: int, *, keeps_images: bool = False
@@ -148,17 +145,14 @@ class Decoder:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
         for index, model in enumerate(self.models):
-            described, first = (
-                f"a vocabulary of {s.vocabulary_size} words (SOS {s.sos}, EOS {s.eos}, PAD {s.pad})"
-                for s in (model.sizes, self.sizes)
-            )
-            if described != first:
+            words, first = ((s.vocabulary_size, s.sos, s.eos, s.pad) for s in (model.sizes, self.sizes))
+            if words != first:
                 raise ValueError(
-                    f"model {index + 1} of the ensemble has {described}, model 1 has {first}; "
-                    "they must share one vocabulary"
+                    f"model {index + 1} of the ensemble has {words} words and ids of SOS, EOS and PAD, model 1 has "
+                    f"{first}; they must share one vocabulary"
                 )
             check_positions(max_length - 1, model.sizes.max_positions)
-        self.beams, self.keeps_images = beams, keeps_images
+        self.beams, self.keeps_images = beams, keeps_images  # keeps all images, and never asks which have ended
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
         # All beams of an image start alike, so that the first step runs once per image. Dropout would make them differ.
@@ -306,8 +300,7 @@ def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
     """Decodes rows independently of each other.
 
-    `choose` returns the next tokens (R,) of the R unfinished rows, from their log-probabilities (R, V), their indices
-    (R,) and their tokens (R, t).
+    `choose` returns the next tokens (R,) of unfinished rows from log-probabilities (R, V), indices (R,), tokens (R, t).
     """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -445,10 +438,7 @@ class Beams:
         return self.ended.shape[1]
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        """Keeps the K best continuations of each image's beams by the word at `position`, from log_probs (B*K, V).
-
-        Returns the indices (B, K) of the beams that they continue, their parents.
-        """
+        """Keeps the K best continuations of each image's beams from log_probs (B*K, V); returns the parents (B, K)."""
         parent, word, log_prob, self.scores = self.continuations(log_probs)
         self.append(parent, word, log_prob, position)
         return parent
@@ -507,10 +497,7 @@ BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
 
 @dataclass
 class GroupedBeams(Beams):
-    """Groups of equally many beams with different words (Vijayakumar et al. 2016), as `Decoding` describes them.
-
-    The choice of a group's beams at a step is the paper's. Sums and log-probabilities are those of the model.
-    """
+    """Groups of equally many beams with different words, as `Decoding` describes them; sums are those of the model."""
 
     num_groups: int
     diversity: float  # per beam of an earlier group with this word

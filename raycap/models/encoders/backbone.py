@@ -130,13 +130,16 @@ class Backbone(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The modules in the lists that timm calls blocks, layer1, stages and the like, from input to output."""
 
+        def is_list(module: nn.Module) -> bool:
+            return isinstance(module, nn.Sequential | nn.ModuleList)
+
         def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
             for name, child in module.named_children():
-                is_list = isinstance(child, nn.Sequential | nn.ModuleList)
-                if inside and not is_list and not _has_blocks(child):
+                is_stage = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
+                if inside and not is_list(child) and not is_stage:
                     yield child
                 else:
-                    yield from walk(child, inside=is_list and (inside or _BLOCKS.fullmatch(name) is not None))
+                    yield from walk(child, is_list(child) and (inside or _BLOCKS.fullmatch(name) is not None))
 
         return list(walk(self.network, inside=False))
 
@@ -158,10 +161,7 @@ class Backbone(nn.Module):
         return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether a backward pass computes the blocks' activations again, which takes less memory and more time.
-
-        A model that cannot do this keeps its activations.
-        """
+        """Whether backward passes compute the activations of blocks again to save memory, if the model can."""
         if self._can_checkpoint:
             self.network.set_grad_checkpointing(enabled)
 
@@ -190,10 +190,7 @@ class Backbone(nn.Module):
 
 
 def image_transform(config: BackboneConfig) -> ImageTransform:
-    """The transform of the images that a backbone reads. It costs no model and no download.
-
-    Raises ValueError for an unknown name, and for a transform of timm's that has no equivalent.
-    """
+    """The transform of the images that a backbone reads. ValueError for a name or a transform that is not known."""
     size = config.image_size
     if config.transform == "reference" or (config.transform == "auto" and config.is_swin):
         return ImageTransform(size)
@@ -224,10 +221,7 @@ def num_prefix_tokens(config: BackboneConfig) -> int:
 
 
 def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
-    """The configuration of a thin backbone with random weights, whose blocks have the shapes of the whole one's.
-
-    A backbone whose depths are fixed remains as it is.
-    """
+    """The configuration of a backbone with random weights and one block of each shape, if its depths can vary."""
     thin = replace(config, weights="none", gradient_checkpointing=False, drop_path=0.0)
     arguments = _SIZES.get(_family(config), {})
     if "depths" not in arguments:
@@ -360,10 +354,7 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
 
 
 def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -> Any:
-    """timm's model for a configuration, whose weights are random unless `pretrained`. See `Backbone` for the errors.
-
-    num_classes: of its classifier; 0 for none.
-    """
+    """timm's model for a configuration, with random weights unless `pretrained`. See `Backbone` for the errors."""
     arguments = _overrides(config, pretrained)
     known = timm.get_pretrained_cfg(config.name)
     if known is not None and known.fixed_input_size:  # the others compute images of any size
@@ -388,14 +379,6 @@ def _can_checkpoint(network: Any) -> bool:
     except (AssertionError, AttributeError, NotImplementedError):
         return False
     return True
-
-
-def _has_blocks(module: nn.Module) -> bool:
-    """Whether a module is a stage, which contains a list of blocks."""
-    return any(
-        _BLOCKS.fullmatch(name) and isinstance(child, nn.Sequential | nn.ModuleList)
-        for name, child in module.named_children()
-    )
 
 
 def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -450,10 +433,9 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 
 
 def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
-    """Loads a checkpoint in timm's naming, or in another one that timm converts, such as the original Swin's.
+    """Loads a checkpoint in timm's naming, or in one that timm converts, such as the original Swin's.
 
-    timm resizes position tables of another image size. The classifier and computed buffers are left out. Raises
-    ValueError for missing, unknown or misshapen entries.
+    timm resizes position tables. The classifier is left out. Raises ValueError for entries that do not fit.
     """
     config = replace(backbone.config, weights="none")
     what = f"a {'Swin ' if config.is_swin else ''}checkpoint for {config.name}"

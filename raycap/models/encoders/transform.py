@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from raycap.models.config import Values
-from raycap.models.encoders.views import Augmentation
+from raycap.models.config import Augmentation, Values
 
 if TYPE_CHECKING:
     import torch
@@ -106,10 +105,7 @@ class ImageTransform:
         return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2)
 
     def describe(self) -> Values:
-        """The transform as JSON values, for feature keys and model bundles.
-
-        `resize` is [height, width], or one number for the shorter side. `crop` is left out where nothing is cut off.
-        """
+        """The transform as JSON values; `resize` is [height, width], or one number for the shorter side."""
         side = self.scaled_side
         crops = self.keep_aspect or side != self.image_size
         return {
@@ -153,11 +149,9 @@ def augmented(
 ) -> np.ndarray:
     """Pixels (H, W, 3) uint8 of an RGB image that is cropped, resized by `resize`, changed in color and maybe mirrored.
 
-    The seed decides all of it. Colors are changed after resizing, when there are fewer pixels.
-    The crop has a share of the area between `min_area` and 1. The ratio of its sides, relative to those of the image,
-    is log-uniform between 3/4 and 4/3 as far as the crop fits into the image, and its place is uniform. Brightness,
-    contrast and saturation are multiplied by factors between 1 - `color` and 1 + `color`. A mirroring has the
-    probability 1/2.
+    The seed decides all of it. The crop has a share of the area between `min_area` and 1. The ratio of its sides,
+    relative to those of the image, is log-uniform between 3/4 and 4/3 as far as the crop fits, and its place is
+    uniform. Brightness, contrast and saturation are multiplied by factors between 1 - `color` and 1 + `color`.
     """
     # all numbers are drawn in every case, so that one setting does not change the effect of another one
     area, ratio, left, top, *factors, side = np.random.default_rng(seed).random(8)

@@ -37,9 +37,8 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap.models.config import Values
+from raycap.models.config import Augmentation, Values, content_key_of, seed_of_key
 from raycap.models.encoders.transform import ImageTransform, augmented
-from raycap.models.encoders.views import Augmentation, content_key_of, seed_of_key
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -364,7 +363,7 @@ def decode_batch(
 
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
     used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
-    file's sha256, or "" for a file that cannot be read. A key of `encoders.views.Views` gives a random version of the
+    file's sha256, or "" for a file that cannot be read. A key of `models.config.Views` gives a random version of the
     image, by `augmentation`. Consecutive rows of one image are decoded once. Raises StorageError for an outage.
     """
     side = transform.image_size

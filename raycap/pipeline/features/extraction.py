@@ -23,9 +23,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raycap.models.config import BackboneConfig, Values
+from raycap.models.config import BackboneConfig, Values, content_key_of
 from raycap.models.encoders.transform import ImageTransform
-from raycap.models.encoders.views import content_key_of
 from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection

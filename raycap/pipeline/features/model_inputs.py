@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raycap.models.base import Features, map_tensors
-from raycap.models.config import BackboneConfig
+from raycap.models.config import Augmentation, BackboneConfig, Views, seed_of_key
 from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.models.encoders.transform import ImageTransform
-from raycap.models.encoders.views import Augmentation, Views, seed_of_key
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from raycap.models.config import Augmentation, Views, content_key_of, seed_of_key
 from raycap.models.encoders.transform import ImageTransform, augmented
-from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data import images as images_module
 from raycap.pipeline.data.images import decode_batch, decode_image, read_image_file

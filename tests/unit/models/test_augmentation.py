@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from raycap.models.config import Augmentation, Views, content_key_of, seed_of_key
 from raycap.models.encoders.transform import augmented
-from raycap.models.encoders.views import Augmentation, Views, content_key_of, seed_of_key
 
 WIDTH, HEIGHT = 200, 120
 KEY = hashlib.sha256(b"image").hexdigest()

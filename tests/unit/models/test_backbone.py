@@ -18,16 +18,6 @@ from tests.support.models import (
 )
 
 
-def test_the_grid_is_what_the_backbone_gives() -> None:
-    for size in (32, 36, 44):
-        backbone = Backbone(
-            BackboneConfig(image_size=size, embed_dim=8, depths=(1, 1, 1), num_heads=(1, 1, 1), window_size=3)
-        )
-        features = backbone(torch.zeros(2, 3, size, size))
-        assert features.shape == (2, backbone.num_tokens, backbone.width)
-        assert backbone.num_tokens == backbone.grid[0] * backbone.grid[1]
-
-
 @pytest.mark.proof
 @torch._dynamo.config.patch(recompile_limit=2)  # monkeypatch would delete it afterwards
 def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,16 +303,6 @@ def test_macs_are_those_of_the_literature() -> None:
         assert backbone.macs() / 1e9 == pytest.approx(expected, rel=0.01), name
 
 
-def test_different_features_have_different_settings() -> None:
-    swin = FAMILIES["swin"]
-    assert "weights" not in swin.feature_settings("weights")
-    described = {
-        json.dumps(config.feature_settings("weights"))
-        for config in (swin, replace(swin, pool=2), replace(swin, prefix_tokens="keep"), FAMILIES["vit"])
-    }
-    assert len(described) == 4
-
-
 def test_decoding_tasks_import_neither_torch_nor_timm(tmp_path: Path) -> None:
     """They unpickle the transform that the driver has chosen."""
     (name,) = write_images(tmp_path, 1)

@@ -13,9 +13,8 @@ from torch import Tensor
 from raycap.models.base import Features
 from raycap.models.captioner import build_model
 from raycap.models.clustformer import ClusteredAttention, ClustFormer
-from raycap.models.config import ClustFormerConfig, ModelSizes
+from raycap.models.config import ClustFormerConfig
 from raycap.models.decoding.search import beam_search
-from raycap.models.dropout import Dropout, set_dropout
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import sinusoids
 from tests.support.models import (
@@ -223,16 +222,6 @@ def test_regions_count_as_a_set_with_boxes(clusters: str) -> None:
             model.encode(Features(features))
 
 
-@torch.no_grad()
-def test_one_dimension_leaves_padding_out() -> None:
-    model = small_clustformer(8, encoder_clusters="1d", sampling=2)
-    features, tokens = features_for(2, 9), torch.randint(0, 11, (2, 6))
-    lengths = torch.tensor([5, 5])
-    expected = model(Features(features[:, :5]), tokens)
-    features[:, 5:] = 1e3
-    exact(model(Features(features, lengths), tokens), expected)
-
-
 @pytest.mark.parametrize("clusters", ["1d", "none"])
 def test_an_image_without_regions_spoils_nothing(clusters: str) -> None:
     model = small_clustformer(3, inputs="regions", encoder_clusters=clusters, sampling=1).train()
@@ -274,29 +263,6 @@ def test_gradients_reach_every_parameter() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("decoder", ["causal", "mask_token"])
-def test_dropout_on_the_weights_of_cross_attention(decoder: str) -> None:
-    """It is active in teacher forcing and in steps, and does nothing in evaluation."""
-    plain = small_clustformer(4, decoder=decoder)
-    model = small_clustformer(4, decoder=decoder, cross_attention_dropout=True)
-    features, tokens = Features(features_for(2)), torch.randint(0, 11, (2, 6))
-    exact(model(features, tokens), plain(features, tokens))
-    memory = model.encode(features)
-    dropouts = [module for module in model.modules() if isinstance(module, Dropout)]
-    crossed = [layer.cross.dropout for layer in model.decoder]
-    assert len(dropouts) == 2 + 4 * 3 + 2 and None not in crossed
-    set_dropout(model, 0.0)
-    for each in crossed:
-        assert each is not None
-        each.p = 0.5
-    model.train()
-    assert not torch.equal(model.decode(memory, tokens), model.decode(memory, tokens))
-    start = torch.zeros(2, dtype=torch.int64)
-    steps = [model.step(start, model.init_cache(memory, 1))[0] for _ in range(2)]
-    assert not torch.equal(*steps)
-
-
-@torch.no_grad()
 @given(st.integers(0, 10**6), st.integers(2, 4))
 @settings(max_examples=10, deadline=None)
 def test_beam_search_with_a_mask_token_is_that_of_every_prefix_encoded_again(seed: int, length: int) -> None:
@@ -316,13 +282,3 @@ def test_beam_search_with_a_mask_token_is_that_of_every_prefix_encoded_again(see
         best = max(captions, key=score)
         assert found.tokens[image, 0, : len(best)].tolist() == list(best)
         assert float(found.scores[image, 0]) == pytest.approx(score(best), rel=1e-5)
-
-
-def test_the_extra_parameters_are_those_of_the_maps() -> None:
-    sizes = ModelSizes(1536, 9487, 20, sos=0, eos=1, pad=2)
-    with torch.device("meta"):
-        full = build_model(ClustFormerConfig(), sizes)
-        base = build_model(ClustFormerConfig(encoder_clusters="none", decoder_clusters="none"), sizes)
-        fixed = build_model(ClustFormerConfig(window=2), sizes)
-    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (full, base, fixed)]
-    assert counts[0] - counts[1] == 18_450 and counts[1] == counts[2]

@@ -13,7 +13,6 @@ from torch import Tensor
 from raycap.models.base import Features
 from raycap.models.captioner import build_model
 from raycap.models.config import MeshedMemoryConfig, ModelSizes
-from raycap.models.dropout import Dropout
 from raycap.models.explain.attribution import cross_attention
 from raycap.models.layers import sinusoids
 from raycap.models.meshed_memory import MeshedMemoryTransformer
@@ -170,23 +169,3 @@ def test_attention_maps_are_means_over_levels() -> None:
     assert maps.shape == (2, heads, 4, 5, 5)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, heads, 4, 5))
     assert bool((maps[:, :, 2:, :, 3:] == 0).all()) and bool((maps[:, :, :2] > 0).all())
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_steps_drop_out_where_the_teacher_forced_pass_does(
-    variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SCST on beam samples with dropout: each module's dropout stands as a factor of its own, applied in training."""
-    model = small_meshed(5, dropout=0.5, **variant).train()
-    factors = {module: 0.4 + 0.1 * n for n, module in enumerate(m for m in model.modules() if isinstance(m, Dropout))}
-    features, tokens = torch.randn(2, 5, 7, dtype=torch.float64), torch.randint(0, 11, (4, 6))
-    monkeypatch.setattr(Dropout, "forward", lambda self, x, *_: x * factors[self] if self.active else x)
-    with torch.no_grad():
-        memory = model.encode(Features(features))
-        whole = model.decode(memory, tokens)
-        cache, found = model.init_cache(memory, 2), []
-        for column in tokens.unbind(1):
-            logits, cache = model.step(column, cache)
-            found.append(logits)
-        assert torch.allclose(torch.stack(found, 1), whole, rtol=1e-10, atol=1e-12)
-        assert not torch.allclose(model.eval().decode(memory, tokens), whole)

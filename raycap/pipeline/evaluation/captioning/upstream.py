@@ -249,7 +249,10 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
         )
     vocabulary, tensors = read_meshed_vocabulary(request.tokens), read_tensors(request.checkpoint)
     inferred = convert.infer_meshed_memory(tensors)
-    config = convert.complete_meshed_config(inferred, request.settings["model"])
+    given = request.settings["model"]
+    # padding is attended unless a setting says otherwise, as when the published weights were trained
+    regions = {"attended_regions": given.get("attended_regions", convert.MESHED_REGIONS)}
+    config = MeshedMemoryConfig(**(convert.complete_settings(inferred, given) | regions))
     model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
     features = f"No backbone: the bundle captions stored region features of width {inferred.feature_width}"
     return Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features
