@@ -73,17 +73,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["RAYCAP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """torch computes in one thread: with small tensors more threads only wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def propagating_loggers() -> Iterator[None]:
     """A command that runs in a test does not hide later tests' records from `caplog`."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
@@ -15,7 +13,6 @@ from tests.support.runs import assert_same_weights, best_weights, prepare_run
 TRAINED = ("xe_frozen", "xe_finetune")
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_weights_do_not_depend_on_the_form(tmp_path: Path) -> None:
     images = scenes(tmp_path / "scenes")
     weights = {}

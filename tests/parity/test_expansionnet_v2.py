@@ -22,8 +22,6 @@ from raycap.pipeline.training.objectives import smoothed_cross_entropy
 from tests.support.golden import EXPANSIONNET as GOLDEN
 from tests.support.golden import import_expansionnet as imported
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)

@@ -25,8 +25,6 @@ from tests.support.golden import MESHED_MEMORY as GOLDEN
 from tests.support.golden import MESHED_WORDS as WORDS
 from tests.support.golden import write_published_form
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)

@@ -12,7 +12,6 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from tests.support.bundles import without_digests
 from tests.support.models import (
-    one_thread,  # noqa: F401
     small_captioner,
 )
 

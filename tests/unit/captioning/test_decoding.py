@@ -23,7 +23,6 @@ from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle, write_images
 from tests.support.few_images import FewImages, caption_split, half
-from tests.support.models import one_thread  # noqa: F401
 
 SAMPLED = Decoding(sampling=True, temperature=1.5, top_k=9, top_p=0.95)
 

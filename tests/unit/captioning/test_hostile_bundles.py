@@ -23,9 +23,6 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle, seal
 from raycap.pipeline.evaluation.confidence import dump_confidences
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
-from tests.support.models import (
-    one_thread,  # noqa: F401
-)
 
 Craft = Callable[[Path], None]
 GIB = 2**30

@@ -25,7 +25,6 @@ from raycap.pipeline.evaluation.comparison.protocol import (
 )
 from tests.conftest import small_config
 from tests.support.bundles import make_bundle, without_digests
-from tests.support.models import one_thread  # noqa: F401
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden" / "expansionnet_v2"
 

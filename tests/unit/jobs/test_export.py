@@ -12,7 +12,6 @@ import pytest
 from raycap.jobs.cli import main
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from tests.support.bundles import make_bundle
-from tests.support.models import one_thread  # noqa: F401
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,6 @@ from raycap.models.convert.tensor_files import read_tensors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
-from tests.support.models import (
-    one_thread,  # noqa: F401
-)
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "parity" / "golden" / "expansionnet_v2"

@@ -18,9 +18,6 @@ from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.captioning import Captioning
-from tests.support.models import (
-    one_thread,  # noqa: F401
-)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,6 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
-from tests.support.models import (
-    one_thread,  # noqa: F401
-)
 
 
 @pytest.fixture(scope="module")

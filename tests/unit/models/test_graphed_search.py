@@ -16,7 +16,6 @@ from raycap.models.decoding import graphed_search
 from raycap.models.decoding.graphed_search import GraphedSearch, SearchGraph
 from raycap.models.decoding.search import BEAM_TENSORS, Beams, Captions, ScoreRules, beam_search
 from tests.support.models import SIZES
-from tests.support.models import one_thread as one_thread
 from tests.support.operations import counted
 
 BEAMS, LENGTH = 3, 12

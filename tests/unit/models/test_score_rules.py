@@ -28,7 +28,6 @@ from raycap.models.decoding.search import (
     sample,
 )
 from tests.support.models import SIZES, features_for, log_probabilities, texts, tiny
-from tests.support.models import one_thread as one_thread
 
 SOS, EOS = 0, 1
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMe
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training.batches import Batch, target_positions
 from raycap.pipeline.training.objectives import cross_entropy_objective, scst_objective
-from tests.support.models import one_thread as one_thread
 
 IMAGES, SAMPLES, LENGTH, VOCABULARY = 3, 3, 6, 9
 PAD, SOS, EOS = 0, 1, 2
@@ -40,7 +39,6 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "kl_greedy": {"kl": 2.0, "baseline": "greedy", "temperature": 1.5},
     "sampling_dropout": {"kl": 0.7, "sampling_dropout": True, "divide_by_deviation": True},
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def reward_of(tokens: Tensor, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -26,11 +26,9 @@ from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.training import objectives
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.objectives import StepOutput, scst_objective
-from tests.support.models import one_thread as one_thread
 
 IMAGES, SAMPLES, MAX_LENGTH = 3, 3, 6
 SOS, EOS, PAD, VOCABULARY = 0, 1, 2, 11
-pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 SYSTEMS: dict[str, ModelConfig] = {
     "expansionnet_v2": ExpansionNetConfig(**SMALL, dropout=0.3, static_expansion=(3, 2), dynamic_expansion=3),

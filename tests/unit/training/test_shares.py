@@ -118,7 +118,6 @@ def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: in
     return torch.cat(gradients), metrics
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", STAGES)
 def test_gradients_of_all_ranks_add_up_to_those_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objectives, "sample", sample_by_image)
