@@ -37,7 +37,7 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     records = list((tmp_path / "precision").glob("*.json"))
     decided = (driver.config.features.compute_dtype, driver.config.evaluation.precision)
     assert sorted(decided) == sorted(json.loads(record.read_text())["precision"] for record in records)
-    assert driver.tracker.config is driver.config
+    assert driver.tracker.folder is driver.folder
     for record in records:  # a later attempt asks neither the storage nor Ray
         record.unlink()
     later = RunDriver(prepare(config), address=None)
