@@ -41,60 +41,74 @@ if TYPE_CHECKING:
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
 
 
+# Options of the command
+Images = Annotated[
+    list[str],
+    typer.Argument(help="Files, folders, globs; also s3:// URIs, prefixes and globs.", metavar="IMAGES..."),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        help="Write JSON lines to this file, or to parts in this s3:// folder; images there are skipped.",
+        metavar="FILE|S3_FOLDER",
+    ),
+]
+BeamSize = Annotated[
+    int | None, typer.Option("--beam", min=1, max=100, help="Beams per image. The default is the bundle's.")
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(min=3, help="Tokens per caption, including begin and end. The default is the bundle's."),
+]
+SearchSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="evaluation.KEY=VALUE", help="A key of the bundle's search: evaluation.decoding.top_p=0.9."
+    ),
+]
+Precision = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
+]
+MinConfidence = Annotated[
+    float | None,
+    typer.Option(min=0, max=1, help="With --out: write captions with less confidence to a review file beside it."),
+]
+Explain = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
+]
+Head = Annotated[
+    int | None, typer.Option(min=1, help="With --explain: the attention of this head only, not of their mean.")
+]
+GpusPerWorker = Annotated[
+    float | None, typer.Option(min=0, help="GPUs of each process on Ray. The default is 1 if it has GPUs, else 0.")
+]
+MaxWorkers = Annotated[
+    int | None, typer.Option(min=1, help="Most processes on Ray. The default is as many as the cluster can hold.")
+]
+MaxWaitMinutes = Annotated[float, typer.Option(min=0, help="How long to wait for the cluster's resources.")]
+MaxStallMinutes = Annotated[
+    float, typer.Option(min=0.01, help="How long Ray may caption nothing before the command ends.")
+]
+
+
 def caption(
-    images: Annotated[
-        list[str],
-        typer.Argument(help="Files, folders, globs; also s3:// URIs, prefixes and globs.", metavar="IMAGES..."),
-    ],
+    images: Images,
     model: Annotated[str, typer.Option(help="A model bundle's folder, also on S3.")],
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON lines with log-probabilities.")] = False,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            help="Write JSON lines to this file, or to parts in this s3:// folder; images there are skipped.",
-            metavar="FILE|S3_FOLDER",
-        ),
-    ] = None,
-    beam_size: Annotated[
-        int | None, typer.Option("--beam", min=1, max=100, help="Beams per image. The default is the bundle's.")
-    ] = None,
+    out: Out = None,
+    beam_size: BeamSize = None,
     num_results: Annotated[int, typer.Option("--n-best", min=1, help="Captions per image, best first.")] = 1,
-    max_length: Annotated[
-        int | None,
-        typer.Option(min=3, help="Tokens per caption, including begin and end. The default is the bundle's."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="evaluation.KEY=VALUE", help="A key of the bundle's search: evaluation.decoding.top_p=0.9."
-        ),
-    ] = None,
-    precision: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
-    ] = "float32",
-    min_confidence: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help="With --out: write captions with less confidence to a review file beside it."),
-    ] = None,
-    explain: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option(min=1, help="With --explain: the attention of this head only, not of their mean.")
-    ] = None,
-    gpus_per_worker: Annotated[
-        float | None, typer.Option(min=0, help="GPUs of each process on Ray. The default is 1 if it has GPUs, else 0.")
-    ] = None,
-    max_workers: Annotated[
-        int | None, typer.Option(min=1, help="Most processes on Ray. The default is as many as the cluster can hold.")
-    ] = None,
-    max_wait_minutes: Annotated[
-        float, typer.Option(min=0, help="How long to wait for the cluster's resources.")
-    ] = WorkersSection().max_wait_minutes,
-    max_stall_minutes: Annotated[
-        float, typer.Option(min=0.01, help="How long Ray may caption nothing before the command ends.")
-    ] = WorkersSection().max_stall_minutes,
+    max_length: MaxLength = None,
+    set_: SearchSet = None,
+    precision: Precision = "float32",
+    min_confidence: MinConfidence = None,
+    explain: Explain = None,
+    head: Head = None,
+    gpus_per_worker: GpusPerWorker = None,
+    max_workers: MaxWorkers = None,
+    max_wait_minutes: MaxWaitMinutes = WorkersSection().max_wait_minutes,
+    max_stall_minutes: MaxStallMinutes = WorkersSection().max_stall_minutes,
     address: Address = None,
 ) -> int:
     """Caption image files.

@@ -97,7 +97,7 @@ class CaptionFile:
 def _files(place: StoragePath) -> list[StoragePath]:
     """The files of an output that exist, in order. Raises UserError for a local file that cannot be written."""
     if place.is_remote:
-        return [place / f"part-{number:06d}.jsonl" for number in sorted(_part_numbers(place))]
+        return [place / f"part-{number:06d}.jsonl" for number in _part_numbers(place)]
     check_output_file("--out", place.path)
     return [place] if place.exists() else []
 
@@ -168,4 +168,5 @@ class Parts:
 
 
 def _part_numbers(folder: StoragePath) -> list[int]:
-    return [int(match[1]) for name, _ in folder.walk() if (match := _PART.fullmatch(name))]
+    """The numbers of the parts that a folder on S3 has, in order."""
+    return sorted(int(match[1]) for name, _ in folder.walk() if (match := _PART.fullmatch(name)))

@@ -169,8 +169,8 @@ def write_comparison(
         if model.scores.seconds_per_image is not None:
             costs[name]["seconds_per_image"] = model.scores.seconds_per_image
     columns, rows = score_table([*results.values()], with_alignment=True)
-    cost_columns, cost_rows = _cost_table(costs)
-    logger.info(f"\n{format_table(columns, rows)}\n\n{format_table(cost_columns, cost_rows)}\n")
+    cost_table = _cost_table(costs)
+    logger.info(f"\n{format_table(columns, rows)}\n\n{format_table(*cost_table)}\n")
     bundles = dict(zip(names, (model.name for model in models), strict=True))
     content = {
         "models": bundles,
@@ -190,6 +190,7 @@ def write_comparison(
         if any("METEOR" in by_metric for by_metric in intervals.values()):
             note += f" {METEOR_NOTE}"
         pictures = _pictures(results, report_images(results[names[0]], images, settings.storage.options))
+        chosen = f"{len(pictures)} of {len(first[split].captions)} images"
         page = Report(
             title=f"{len(models)} models on {split}",
             run_id=" / ".join(names),
@@ -203,10 +204,10 @@ def write_comparison(
             tables=[
                 _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
                 _table("Differences", f"Each model minus {names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
-                Table("Cost", COST_NOTE, cost_columns, cost_rows),
+                Table("Cost", COST_NOTE, *cost_table),
             ],
-            gallery_note=f"The {len(pictures)} of {len(first[split].captions)} images on which CIDEr-D differs most "
-            f"between the models. The large caption and its score are those of {names[0]}.",
+            gallery_note=f"The {chosen} on which CIDEr-D differs most between the models. The large caption and its "
+            f"score are those of {names[0]}.",
         )
         (place / "compare.html").write_bytes(report_html(page).encode())
     decorations.log_failed()

@@ -44,31 +44,32 @@ from raycap.pipeline.storage.path import StoragePath, join, storage_path
 logger = logging.getLogger(__name__)
 
 
+# Options of the command
+Splits = Annotated[list[str] | None, typer.Option("--split", help="A split, or all. The default is data.test_splits.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A model bundle in place of the run's; several form an ensemble, or --seeds models."),
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Other images: a YAML file with data, and maybe features and evaluation.", callback=named_data),
+]
+Compared = Annotated[
+    list[str] | None,
+    typer.Option("--compare", help="A bundle of another system to compare with; several are its seeds."),
+]
+
+
 def evaluate(
     config: Config,
     set_: Set = None,
-    splits: Annotated[
-        list[str] | None, typer.Option("--split", help="A split, or all. The default is data.test_splits.")
-    ] = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model", help="A model bundle in place of the run's; several form an ensemble, or --seeds models."
-        ),
-    ] = None,
+    splits: Splits = None,
+    models: Models = None,
     seeds: Seeds = 1,
     ensemble: Ensemble = False,
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Other images: a YAML file with data, and maybe features and evaluation.", callback=named_data
-        ),
-    ] = None,
-    compared: Annotated[
-        list[str] | None,
-        typer.Option("--compare", help="A bundle of another system to compare with; several are its seeds."),
-    ] = None,
+    data: Data = None,
+    compared: Compared = None,
     features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
@@ -83,12 +84,7 @@ def evaluate(
     Example: raycap evaluate demo --stage xe_finetune --split test
     """
     check_ensemble(ensemble, seeds)
-    if models and seeds > 1 and len(models) != seeds:
-        raise UserError(
-            f"--seeds {seeds}: {len(models)} bundles are given; give --model once for each seed, or leave it out"
-        )
-    if stage is not None and models:
-        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
+    _check_models(models or (), seeds, stage)
     run_config = load_config(config, set_ or ())
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
@@ -100,11 +96,7 @@ def evaluate(
     labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
     chosen = splits or evaluated_config.data.test_splits
     if not bundles:
-        _require_stage(run_config, stage)
-        if (planned := planned_data(evaluated_config)) is not None:
-            images_by_split(planned, chosen)  # before images are drawn
-            if evaluated_config.home("") is None and not any(run_config.working_path.glob(f"runs/{run_config.name}-*")):
-                raise _unfinished("run" if stage is None else f"stage {stage} of run", run_config.name, run_config)
+        _require_run(run_config, evaluated_config, stage, chosen)
     images, training = find_images(evaluated_config, chosen)
     if not bundles:
         configs = seed_configs(run_config, seeds)
@@ -122,15 +114,22 @@ def evaluate(
     evaluator = Evaluator(settings, images, replace(options, training=training), address)
     evaluator.check([*systems, *([other] for other in others)])
     with folder.writing():
-        if is_one_model:
-            scores = evaluator.evaluate(bundles, folder)
-            other = evaluator.evaluate(others) if others else None
-            write_results(folder, scores, settings, label=label, compared=other)
-            return exit_code([scores])
-        ours = evaluator.evaluate_each(dict(zip(labels, systems, strict=True)), folder)
-        theirs = evaluator.evaluate_each({f"other {n}": [bundle] for n, bundle in enumerate(others, 1)}, folder)
-        summarize_systems(folder.place, ours, theirs)
-        return exit_code([each.scores for each in (*ours, *theirs)])
+        if not is_one_model:
+            return evaluator.compare_systems(dict(zip(labels, systems, strict=True)), others, folder)
+        scores = evaluator.evaluate(bundles, folder)
+        other = evaluator.evaluate(others) if others else None
+        write_results(folder, scores, settings, label=label, compared=other)
+        return exit_code([scores])
+
+
+def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
+    """Raises UserError for bundles that go neither with the number of seeds nor with a stage."""
+    if models and seeds > 1 and len(models) != seeds:
+        raise UserError(
+            f"--seeds {seeds}: {len(models)} bundles are given; give --model once for each seed, or leave it out"
+        )
+    if stage is not None and models:
+        raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
 
 
 def find_options(config: RunConfig, features: str | None, constraints: Path | None = None) -> Options:
@@ -211,6 +210,15 @@ class Evaluator:
             name = "+".join(bundle.name for bundle in bundles)
             write_results(part, found[-1].scores, self.settings, label=name)
         return found
+
+    def compare_systems(
+        self, systems: Mapping[str, Sequence[StoragePath]], others: Sequence[StoragePath], folder: ResultsFolder
+    ) -> int:
+        """Evaluates and summarizes models one by one, and those of another system. Returns the exit code."""
+        ours = self.evaluate_each(systems, folder)
+        theirs = self.evaluate_each({f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}, folder)
+        summarize_systems(folder.place, ours, theirs)
+        return exit_code([each.scores for each in (*ours, *theirs)])
 
 
 def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> None:
@@ -352,11 +360,18 @@ def _stored_scores(place: StoragePath) -> Values | None:
     return content if is_whole else None
 
 
-def _require_stage(config: RunConfig, stage: str | None) -> None:
-    """Raises UserError for a stage that the configuration does not have."""
+def _require_run(config: RunConfig, evaluated: RunConfig, stage: str | None, splits: Sequence[str]) -> None:
+    """Raises UserError for an unknown stage or split, or if the local storage has no run of this name.
+
+    evaluated: the configuration with the images. The data decide which run it is, so that it may still be missing.
+    """
     names = [section.name for section in config.stages]
     if stage is not None and stage not in names:
         raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
+    if (planned := planned_data(evaluated)) is not None:
+        images_by_split(planned, splits)  # before images are drawn
+        if evaluated.home("") is None and not any(config.working_path.glob(f"runs/{config.name}-*")):
+            raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
 
 
 def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:

@@ -50,6 +50,11 @@ class Published:
     files: Mapping[str, str]
     settings: Mapping[str, str]
 
+    @property
+    def path(self) -> Path:
+        """The configuration's file."""
+        return package_folder() / "configs" / self.config
+
 
 PUBLISHED = {
     "expansionnet_v2": Published(
@@ -108,19 +113,16 @@ def reproduce(
     Example: raycap reproduce /path/to/files --system expansionnet_v2
     """
     check_output_folder("--out", out)
-    try:
-        if not folder.is_dir():
-            raise UserError(f"{shown(folder)} is not a folder; give the folder of the published files")
-        there = [name for name, each in PUBLISHED.items() if (folder / each.checkpoint).is_file()]
-    except OSError as error:  # a name that is too long, or a folder that this user must not enter
-        raise UserError(f"{shown(folder)}: {error.strerror}; give the folder of the files") from error
+    if not folder.is_dir():
+        raise UserError(f"{shown(folder)} is not a folder; give the folder of the published files")
+    there = [name for name, each in PUBLISHED.items() if (folder / each.checkpoint).is_file()]
     systems = [system] if system else there
     if not systems:
         checkpoints = " or ".join(f"{each.checkpoint} ({each.files[each.checkpoint]})" for each in PUBLISHED.values())
         raise UserError(f"{shown(folder)} has no published checkpoint; put one of these files there: {checkpoints}")
     for name in systems:
         _require_files(folder, PUBLISHED[name])
-        load_config(_config(name), _evaluation_overrides(name, folder, out / name, set_ or ()))
+        load_config(PUBLISHED[name].path, _evaluation_overrides(name, folder, out / name, set_ or ()))
     return max(_reproduce(name, folder, out / name, set_ or (), address) for name in systems)
 
 
@@ -131,10 +133,6 @@ def _require_files(folder: Path, published: Published) -> None:
     missing = [f"{name} ({what})" for name, what in published.files.items() if not there[name]]
     if missing:
         raise UserError(f"{folder} lacks {', '.join(missing)}; {published.title} needs all of its files in this folder")
-
-
-def _config(system: str) -> Path:
-    return package_folder() / "configs" / PUBLISHED[system].config
 
 
 def _reproduce(system: str, folder: Path, out: Path, overrides: Sequence[str], address: str | None) -> int:
@@ -151,7 +149,7 @@ def _reproduce(system: str, folder: Path, out: Path, overrides: Sequence[str], a
         objective="scst",
     )
     code = evaluate(
-        _config(system),
+        published.path,
         _evaluation_overrides(system, folder, out, overrides),
         splits=["test"],
         models=[str(bundle)],

@@ -27,29 +27,31 @@ from raycap.pipeline.evaluation.scores.metrics import (
 from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
+# Options of the command
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write scores, signature and extras to this JSON file.")]
+Language = Annotated[str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")]
+Images = Annotated[
+    Path | None, typer.Option(help="The folder of the images that the references name, for CLIPScore and PAC-S.")
+]
+NBest = Annotated[
+    Path | None, typer.Option(help="Several captions per image, as `raycap evaluate` writes them, for diversity.")
+]
+
 
 def score(
     references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's format, gzipped or not.")],
     predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write scores, signature and extras to this JSON file.")
-    ] = None,
+    json_file: JsonFile = None,
     per_image: Annotated[Path | None, typer.Option(help="Write a CSV file with one row per image.")] = None,
     split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
     ] = None,
-    language: Annotated[
-        str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")
-    ] = ENGLISH,
+    language: Language = ENGLISH,
     inputs: Annotated[Path | None, typer.Option(help="A YAML file with the keys of evaluation.inputs.")] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="The folder of the images that the references name, for CLIPScore and PAC-S.")
-    ] = None,
-    n_best: Annotated[
-        Path | None, typer.Option(help="Several captions per image, as `raycap evaluate` writes them, for diversity.")
-    ] = None,
+    images: Images = None,
+    n_best: NBest = None,
 ) -> MetricScores:
     """Score a COCO result file.
 

@@ -94,9 +94,7 @@ def test_a_working_stand_in_scores(java) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "print('Hello, world')",
         "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) + b'\\n')",
-        "print('nan ' * 23)",
         "import sys\nwhile True: sys.stdout.write('1' * 4096)",
         WORKING.replace('"0.25"', '"zero"'),
     ],
@@ -126,7 +124,7 @@ def spice(deadline_s: float = DEADLINE_S):
         patch.setattr(java_module, "SPICE_DEADLINE_S", (deadline_s, 0))
         scores = score_captions(REFERENCES, PREDICTIONS, metrics=["SPICE"])
     assert time.monotonic() - start < deadline_s + SLACK_S
-    return scores.by_name["SPICE"], scores.extras.get("spice_categories")
+    return scores.by_name["SPICE"]
 
 
 @pytest.mark.proof
@@ -135,28 +133,24 @@ def spice(deadline_s: float = DEADLINE_S):
     [
         ("import time; time.sleep(1000)", "no answer within the deadline"),
         ("raise SystemExit(4)", "exit code 4"),
-        ("print('done')", "No such file"),
         ("import sys; open(sys.argv[sys.argv.index('-out') + 1], 'w').write('[{}]')", "java failed"),
     ],
 )
 def test_spice_failures_are_reported(java, models: None, program: str, reason: str) -> None:
     java(program)
-    score, categories = spice(DEADLINE_S if "sleep" in program else 20)
-    assert score.value is None and reason in (score.unavailable or "") and categories is None
+    score = spice(DEADLINE_S if "sleep" in program else 20)
+    assert score.value is None and reason in (score.unavailable or "")
 
 
-def test_spice_reads_scores_and_categories(java, models: None) -> None:
+def test_spice_reads_scores(java, models: None) -> None:
     java("""
         import json, sys
         items = json.load(open(sys.argv[sys.argv.index("-out") - 1]))
         assert items[3] == {"image_id": 3, "test": "a dog runs 3", "refs": ["a dog number 3 runs", "the dog is here"]}
         def scores(n):
-            return {"All": {"f": n / 20}, "Object": {"f": 0.5}, "Color": {"f": 0.2 if n == 1 else None}}
+            return {"All": {"f": n / 20}, "Object": {"f": 0.5}}
         out = [{"image_id": item["image_id"], "scores": scores(item["image_id"])} for item in reversed(items)]
         json.dump(out, open(sys.argv[sys.argv.index("-out") + 1], "w"))
     """)
-    score, categories = spice(10)
+    score = spice(10)
     assert score.per_image == [n / 20 for n in range(20)] and score.value == pytest.approx(0.475)
-    assert categories == {
-        "object": 0.5, "attribute": None, "relation": None, "color": 0.2, "count": None, "size": None
-    }  # fmt: skip

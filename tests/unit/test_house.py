@@ -14,10 +14,8 @@ SOURCES = sorted(path for package in ("raycap", "raycap_onnx") for path in (ROOT
 
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {
-    "AfterValidator", "relative_name",  # in a lambda
-    "ContextVar", "Discriminator", "Field", "Format", "Path", "Tag", "TypeVar", "dict.fromkeys", "frozenset", "len",
-    "logging.getLogger", "np.array", "np.iinfo", "np.uint64", "package_folder", "range", "re.compile", "sorted",
-    "tuple", "typer.Argument", "typer.Option", "typer.Typer",
+    "dict.fromkeys", "frozenset", "len", "logging.getLogger", "np.array", "np.iinfo", "np.uint64", "package_folder",
+    "range", "re.compile", "sorted", "threading.Lock", "tuple", "typer.Argument", "typer.Option", "typer.Typer",
 }  # fmt: skip
 
 
@@ -41,7 +39,9 @@ def actions(module: ast.Module) -> Iterator[str]:
             case ast.If(test=test) if ast.unparse(test) in ("TYPE_CHECKING", "__name__ == '__main__'"):
                 continue
             case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-                names = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                later = {inner for each in ast.walk(node) if isinstance(each, ast.Lambda) for inner in ast.walk(each)}
+                calls = [call for call in ast.walk(node) if isinstance(call, ast.Call) and call not in later]
+                names = {ast.unparse(call.func) for call in calls}
                 if all(is_pure(name, defined) for name in names):
                     continue
         yield ast.unparse(node)

@@ -421,7 +421,7 @@ def _searcher(adapter: TuneAdapter) -> Any:
                 return Searcher.FINISHED
             return {"assignment": trial_id} if is_wanted else None  # after None Ray Tune asks again later
 
-        def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
+        def on_trial_complete(self, trial_id: str, result: object = None, error: bool = False) -> None:
             """Does nothing, because the callback records results."""
 
     return LogSearcher()
@@ -435,24 +435,24 @@ def _callback(adapter: TuneAdapter) -> Any:
         """Passes the events of Ray Tune's trials to the adapter."""
 
         @adapter.keeping_errors()
-        def on_step_begin(self, iteration: int, trials: Any, **_: Any) -> None:
+        def on_step_begin(self, iteration: int, trials: Any, **_: object) -> None:
             adapter.waiting &= {trial.trial_id for trial in trials if not trial.is_finished()}
             adapter.on_step()
 
         @adapter.keeping_errors()
-        def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+        def on_trial_start(self, iteration: int, trials: object, trial: Any, **_: object) -> None:
             adapter.on_start(trial.trial_id)
 
         @adapter.keeping_errors()
-        def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Values, **_: Any) -> None:
+        def on_trial_result(self, iteration: int, trials: object, trial: Any, result: Values, **_: object) -> None:
             adapter.on_result(trial.trial_id, result)
 
         @adapter.keeping_errors()
-        def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+        def on_trial_complete(self, iteration: int, trials: object, trial: Any, **_: object) -> None:
             adapter.on_stop(trial.trial_id, (trial.last_result or {}).get("time_total_s", 0.0))
 
         @adapter.keeping_errors()
-        def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+        def on_trial_error(self, iteration: int, trials: object, trial: Any, **_: object) -> None:
             adapter.on_error(trial.trial_id, _error_of(trial))
 
     return LogCallback()

@@ -67,12 +67,12 @@ def make_scheduler(
         def on_trial_remove(self, tune_controller: object, trial: object) -> None:
             """Does nothing, because a trial that never had a process was not added."""
 
-        def on_trial_result(self, tune_controller: Any, trial: Any, result: Values) -> str:
+        def on_trial_result(self, tune_controller: object, trial: Any, result: Values) -> str:
             if trial.trial_id not in turns:  # its process ends, because no trial was left for it
                 return TrialScheduler.CONTINUE
             return self.report(turns[trial.trial_id].record.number, result)
 
-        def on_trial_complete(self, tune_controller: Any, trial: Any, result: Values) -> None:
+        def on_trial_complete(self, tune_controller: object, trial: Any, result: Values) -> None:
             if trial.trial_id in turns:
                 self.complete(turns[trial.trial_id].record.number, result)
 
@@ -224,7 +224,7 @@ def _population_scheduler(population: Population, turns: Mapping[str, Turn]) -> 
     from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
     class PopulationScheduler(NotPickled, FIFOScheduler):
-        def on_trial_result(self, tune_controller: Any, trial: Any, result: Values) -> str:
+        def on_trial_result(self, tune_controller: object, trial: Any, result: Values) -> str:
             if "handover" not in result:  # the outcome, which ends a member's training
                 return TrialScheduler.CONTINUE
             turn = turns[trial.trial_id]

@@ -1,16 +1,15 @@
 """Where a model looks for each word of a caption: the weights of cross-attention, and the attribution to image tokens.
 
-Attribution is how much each image token adds to the log-probability of each word, by integrated gradients. The method
-is that of Sundararajan, Taly and Yan (2017), as the Meshed-Memory paper uses it (section 4.6 and appendix
-A.3). A line leads from all-zero features to the image's features. The gradient of log p(word | words before it,
-features) times the features is integrated along this line. Any model that is differentiable in its features will do.
+Attribution is how much each image token adds to the log-probability of each word, by integrated gradients
+(Sundararajan, Taly and Yan 2017), as the Meshed-Memory paper uses them (section 4.6 and appendix A.3). The gradient of
+log p(word | words before it, features) times the features is integrated along the line from all-zero features to the
+image's features.
 
-The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at the baseline.
-The integral is computed as a Gauss-Legendre sum, which is exact for polynomials up to degree 2 S - 1. The remaining
-difference, the gap, is measured. More steps do not close every gap, because a gradient does not contain a jump of
-log p. ExpansionNet v2 has such jumps: it divides positive parts by their sums plus 1e-9, so that its weights jump where
-the last positive score of a row or group passes 0. A trained model jumped by 0.04 to 0.12 nats between zeros and a
-photograph. The other systems are continuous.
+The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at zeros. The
+integral is a Gauss-Legendre sum, which is exact for polynomials up to degree 2 S - 1. The remaining difference, the
+gap, is measured. More steps do not close every gap, because a gradient does not contain a jump of log p. ExpansionNet
+v2 has jumps, where the last positive score of a row or group passes 0: 0.04 to 0.12 nats in a trained model. The other
+systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
 R points on the line that are computed at a time.

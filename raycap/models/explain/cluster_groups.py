@@ -1,14 +1,12 @@
 """Clusters for pictures: hard groups of patches, regions and words, from Ada-ClustFormer's soft matrices C.
 
-The paper's Figure 5 draws hard groups but does not explain how they are made. Here they are made in every layer from
-the stacked matrix:
+The paper's Figure 5 draws hard groups and does not say how they are made. Here they follow from the matrix of a layer:
 
 - Words form runs from left to right. A run that starts at word s contains the next words while C[s, k] >= 0.5. As
   C[s, k] never grows with k, it contains all later words with C[s, k] >= 0.5.
 - Cells of a grid (patches or arranged regions) form connected groups. The first cell without a group, row by row,
   starts one. It contains the cells with C[first, k] >= 0.5 that are connected to the first cell through such cells (up,
-  down, left or right). Comparing neighbors with each other would join cells whose C is small by chains, because C is
-  near 1 between most neighbors.
+  down, left or right). Chains of neighbors would join cells whose C is small.
 
 With down-up sampling, C is 1 between the cells of one pooled group, so that a cluster consists of whole pooled groups.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, Union
 
 from pydantic import (
     AfterValidator,
@@ -69,7 +69,7 @@ def _check_language(code: str) -> str:
     return code
 
 
-def _check_ranking(value: object) -> Any:
+def _check_ranking(value: object) -> object:
     value = read_number(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 10:
         return float(value)
@@ -164,8 +164,8 @@ class StorageSection(Section):
         return StorageOptions(self.endpoint_url, self.region, self.retry_minutes)
 
 
-def long_storage(value: object) -> Any:
-    """The section `storage` in its long form: `{uri: results}` for `results`. Any other value remains."""
+def long_storage(value: object) -> object:
+    """The section `storage` in its long form: `{uri: results}` for `results`. Other values remain."""
     return {"uri": value} if isinstance(value, str) else value
 
 

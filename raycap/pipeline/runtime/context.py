@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from raycap.pipeline.runtime.log import set_rank
 from raycap.pipeline.runtime.processor import computes_on_cpus
 
 STOP_POLL_S = 1.0
+Value = TypeVar("Value")
 
 _got_sigterm = False
 
@@ -133,7 +134,7 @@ def _note_sigterm(actor: object) -> None:
     signal.signal(signal.SIGTERM, note)
 
 
-def gather_objects(context: Context, value: object) -> list[Any]:
+def gather_objects(context: Context, value: Value) -> list[Value]:
     """The values of all ranks in their order. All ranks must call this together, and all get the result."""
     values = [value] * context.world_size
     if context.world_size > 1:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from raycap.pipeline.errors import JobFailedError, UserError, cause_of
 from raycap.pipeline.runtime.names import printable
@@ -136,7 +136,7 @@ class _Formatter(logging.Formatter):
         return "\n".join(f"{prefix}{line}" if line else "" for line in lines)
 
 
-class _TerminalHandler(logging.StreamHandler[Any]):
+class _TerminalHandler(logging.StreamHandler[TextIO]):
     """Writes to the present `sys.stdout` or `sys.stderr`, so that redirections take effect."""
 
     def __init__(self) -> None:

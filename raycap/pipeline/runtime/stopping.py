@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 STOPPED = "raycap: stopped; run the same command again to continue"
 SAVE_LIMIT_S = 30
@@ -25,6 +25,7 @@ SAVING = "raycap: saving before it stops; a second Ctrl-C ends it at once"
 REPEAT_S = 0.15
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+Result = TypeVar("Result")
 
 
 class _Received:
@@ -90,12 +91,12 @@ def restoring_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def call_in_thread(function: Callable[[], Any]) -> Any:
+def call_in_thread(function: Callable[[], Result]) -> Result:
     """The result of a function that would install handlers of its own, as Ray Train does in the main thread only.
 
     The main thread waits and handles signals. After an exception there, the function continues until the process ends.
     """
-    future, context = Future[Any](), contextvars.copy_context()
+    future, context = Future[Result](), contextvars.copy_context()
 
     def run() -> None:
         try:

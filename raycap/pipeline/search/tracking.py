@@ -120,7 +120,7 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         client.set_terminated(sent["parent"], status)
 
 
-def _get_or_create_trial(client: object, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
+def _get_or_create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
     """The id of MLflow's run for a trial, which is created if it does not exist."""
     match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
     run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})

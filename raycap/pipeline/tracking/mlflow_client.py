@@ -6,13 +6,16 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
 from raycap.pipeline.storage.atomic import atomic_path, file_lock
 from raycap.pipeline.storage.s3 import is_remote
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ def reason_of(error: Exception) -> str:
     return without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
 
 
-def tracking_client(config: RunConfig) -> Any:
+def tracking_client(config: RunConfig) -> MlflowClient:
     """An MLflow client for the configured tracker. It creates a missing SQLite file, and does not connect otherwise."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -82,7 +85,7 @@ def _create_database(file: Path) -> None:
                 MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
 
 
-def experiment_of(client: Any, config: RunConfig) -> str:
+def experiment_of(client: MlflowClient, config: RunConfig) -> str:
     """The id of the configured experiment, which is created when it does not exist."""
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     if experiment is not None:
@@ -118,7 +121,7 @@ def _sqlite_file(config: RunConfig) -> Path | None:
 
 
 def get_or_create_run(
-    client: Any, experiment: str, match: dict[str, str], tags: dict[str, str], start_time: int | None = None
+    client: MlflowClient, experiment: str, match: dict[str, str], tags: dict[str, str], start_time: int | None = None
 ) -> str:
     """The id of the run whose tags include `match`, or else of a new run with these and `tags`.
 
@@ -131,7 +134,7 @@ def get_or_create_run(
     return str(run.info.run_id)
 
 
-def log_params(client: Any, run_id: str, values: Values) -> None:
+def log_params(client: MlflowClient, run_id: str, values: Values) -> None:
     """Logs the parameters that the run does not have yet, since MLflow refuses to change one."""
     from mlflow.entities import Param
 

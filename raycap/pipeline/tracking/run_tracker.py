@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
@@ -40,6 +40,9 @@ from raycap.pipeline.tracking.mlflow_client import (
     warn_of_local_file,
 )
 from raycap.pipeline.version import package_folder
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +183,7 @@ def stored_records(folder: RunFolder) -> Values:
     return read_json(path) if path.is_file() else {}
 
 
-def sync(folder: RunFolder, client: Any, *, status: str | None = None) -> None:
+def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) -> None:
     """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
 
     Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
@@ -212,7 +215,7 @@ def sync(folder: RunFolder, client: Any, *, status: str | None = None) -> None:
     _set_status(client, record, values["parent"], status or "RUNNING")
 
 
-def log_results(folder: RunFolder, scores: dict[str, float], client: Any) -> None:
+def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClient) -> None:
     """Logs scores, their signature and the files (report, captions, scores, metadata) to the parent run."""
     from mlflow.entities import Metric, RunTag
 
@@ -229,14 +232,14 @@ def log_results(folder: RunFolder, scores: dict[str, float], client: Any) -> Non
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
 
 
-def tag_run(folder: RunFolder, client: Any, name: str, value: str) -> None:
+def tag_run(folder: RunFolder, client: MlflowClient, name: str, value: str) -> None:
     """Gives the parent run a tag, if the tracker has the run."""
     parent = SentRecord(folder).values["parent"]
     if parent is not None:
         client.set_tag(parent, name, value)
 
 
-def _get_or_create_child(client: object, folder: RunFolder, first_entry: Entry, parent: str) -> str:
+def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: Entry, parent: str) -> str:
     """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
     section = folder.config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
@@ -250,7 +253,7 @@ def _get_or_create_child(client: object, folder: RunFolder, first_entry: Entry, 
     return run_id
 
 
-def _set_status(client: Any, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
+def _set_status(client: MlflowClient, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
     """Sets a status once, because ending a run again would move its end time (`end` in seconds; None: now)."""
     statuses = record.values.setdefault("status", {})
     if statuses.get(run_id) == status:
@@ -263,7 +266,7 @@ def _set_status(client: Any, record: SentRecord, run_id: str, status: str, end: 
     record.save()
 
 
-def _send_entries(client: Any, record: SentRecord, stage: str, entries: list[Entry]) -> None:
+def _send_entries(client: MlflowClient, record: SentRecord, stage: str, entries: list[Entry]) -> None:
     """Sends the metrics of the entries after the recorded steps. No entry is divided between two requests."""
     from mlflow.entities import Metric
 

@@ -97,8 +97,10 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
             if folder.result(name) is None:
                 run = StageRun(context, folder, stage, job, token)
                 with contextlib.closing(run.output):
-                    if not run.run():
-                        return
+                    is_finished = run.run()
+                del run  # the next stage needs its memory
+                if not is_finished:
+                    return
             if context.world_rank:
                 # The next stage starts from these files, and rank 0 may be on another machine.
                 folder.pull(f"stages/{name}")

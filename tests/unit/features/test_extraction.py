@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -66,10 +65,7 @@ def test_a_measurement_computes_in_both_precisions() -> None:
         dtypes.append(torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
 
     times = measure_precisions(compute, torch.device("cpu"))
-    assert dtypes == 21 * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
-    count = len(dtypes)
-    measure_precisions(lambda: (compute(), time.sleep(0.1)), torch.device("cpu"))
-    assert len(dtypes) == count + 12, "long computations are not repeated as often"
+    assert dtypes == 9 * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
     whole = measure_extraction(SWIN, FeatureSection())
     assert whole.device == "CPU" and whole.float32 > 0 and whole.bfloat16 > 0
 

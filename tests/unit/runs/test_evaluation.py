@@ -50,13 +50,13 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
     """One process at a time, because each takes a share of the free memory."""
     running, counts = 0, []
 
-    def stand_in(predictions: Any, *_: Any) -> tuple[list[float], dict[str, float | None]]:
+    def stand_in(predictions: Any, *_: Any) -> list[float]:
         nonlocal running
         running += 1
         counts.append(running)
         time.sleep(0.05)
         running -= 1
-        return [0.2, 0.4], {"Color": 0.5}
+        return [0.2, 0.4]
 
     monkeypatch.setattr(java, "spice", stand_in)
     monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.why_unavailable", lambda _: None)
@@ -65,7 +65,7 @@ def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytes
     assert scores.flat()["test_SPICE"] == scores.flat()["nocaps_SPICE"] == pytest.approx(0.3)
     assert "val_SPICE" not in scores.flat() and scores.flat()["val_METEOR"] == 0.25
     stored = scores.to_json()["splits"]
-    assert stored["test"]["extras"]["spice_categories"] == {"Color": 0.5} and "SPICE" not in stored["val"]["scores"]
+    assert "SPICE" not in stored["val"]["scores"]
     columns, rows = score_table(scores.splits)
     assert [cells[columns.index("SPICE")] for _, cells in rows] == ["0.300", "0.300", ""]
     assert not scores.unavailable

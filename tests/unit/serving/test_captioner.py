@@ -15,7 +15,6 @@ import raycap
 from raycap.jobs.cli import main
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import crown
 
@@ -49,13 +48,6 @@ def test_captions_are_those_of_the_command(
         found = captioner.caption(names, **settings)  # type: ignore[arg-type]
         assert [{"image": name} | each.to_json() for name, each in zip(names, found, strict=True)] == rows
     assert len({row["caption"] for row in rows}) > 1, "all captions are the same: nothing would be seen"
-
-
-def test_captions_are_those_of_the_pyfunc_model(bundle: Path, captioner: raycap.Captioner, names: list[str]) -> None:
-    model = PyfuncModel(CaptionService(load_bundle(bundle), device="cpu"))
-    rows = model.predict({"image": [Path(name).read_bytes() for name in names]})
-    assert rows == [each.to_json() for each in captioner.caption(names)]
-    assert all(0 < row["confidence"] < 1 and row["expected_ciderd"] >= 0 for row in rows)
 
 
 def test_paths_bytes_images_and_arrays_give_equal_captions(captioner: raycap.Captioner, names: list[str]) -> None:

@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -173,6 +173,7 @@ def load_bundle(folder: Path) -> Bundle:
     """
     from safetensors.torch import load_file
 
+    from raycap.models.captioner import build_captioner
     from raycap.models.convert.tensor_files import load_strictly
 
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
@@ -195,24 +196,17 @@ def load_bundle(folder: Path) -> Bundle:
         )
     path = folder / "model.safetensors"
     _read(path, lambda file: _require_room(parts, file))
-    captioner = parts.build()
+    captioner = build_captioner(*parts)
     _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
     return Bundle(captioner.eval(), vocabulary, transform, config, confidences)
 
 
-@dataclass(frozen=True)
-class BundleParts:
+class BundleParts(NamedTuple):
     """The sections of config.yaml that describe a captioner."""
 
     model: ModelConfig
     sizes: ModelSizes
     backbone: BackboneConfig | None
-
-    def build(self) -> Captioner:
-        """The captioner with random weights."""
-        from raycap.models.captioner import build_captioner
-
-        return build_captioner(self.model, self.sizes, self.backbone)
 
 
 def read_bundle_config(folder: Path) -> Values:
@@ -329,11 +323,12 @@ def _require_room(parts: BundleParts, path: Path) -> None:
     """
     import torch
 
+    from raycap.models.captioner import build_captioner
     from raycap.models.convert.tensor_files import check_file
 
     try:
         with torch.device("meta"):
-            plan = parts.build()
+            plan = build_captioner(*parts)
     except Exception as error:  # torch and timm refuse sizes with errors of many kinds
         raise ValueError(f"a captioner with the sizes of config.yaml cannot be built: {one_line(error)}") from error
     check_file(path, plan)

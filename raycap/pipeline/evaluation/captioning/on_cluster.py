@@ -1,8 +1,7 @@
 """Captions whole splits on the cluster with one Ray task per worker. Each task captions one shard of the images.
 
-Ray sends the tasks the list of images and the constraints. The tasks read models and features from the storage, so that
-the nodes need no common disk if the storage is on S3. A task yields its captions batch by batch. Ray repeats it on
-another node if its node is lost.
+Tasks get the list of images and the constraints from Ray, and read models and features from the storage, so that nodes
+need no common disk if the storage is on S3. Ray repeats a task on another node if its node is lost.
 """
 
 from __future__ import annotations

@@ -334,10 +334,24 @@ def write_results(
     if len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
+    models = ", ".join(bundle.name for bundle in scores.bundles)
     for each in scores.splits:
-        if each.scores is not None:
-            with decorations.making(f"the report of {each.split}"):
-                _write_page(folder, scores.of(each.split), settings, decorations, label, others.get(each.split))
+        if each.scores is None:
+            continue
+        split, shown = each.split, others.get(each.split)
+        with decorations.making(f"the report of {split}"):
+            page = report(
+                scores.of(split),
+                settings,
+                decorations,
+                title=f"{label} on {split}",
+                run_id=label,
+                pictured=[split],
+                compared=shown and replace(shown, split=f"{split}, the other"),
+            )
+            metadata = {"models": models, "images": f"{split} {len(each.images)}"}
+            write_report(folder.path / f"report-{split}.html", replace(page, metadata=metadata))
+            logger.info(f"report       {folder.place / f'report-{split}.html'}")
     folder.write_scores(content, decorations.failed)
     logger.info(f"scores       {folder.place / 'scores.json'}")
     decorations.log_failed()
@@ -354,30 +368,3 @@ def _log_scores(result: SplitScores) -> None:
     for row, difference in result.published:
         values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
         logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
-
-
-def _write_page(
-    folder: ResultsFolder,
-    scores: Scores,
-    settings: RunConfig,
-    decorations: Decorations,
-    label: str,
-    other: SplitScores | None,
-) -> None:
-    """Writes report-SPLIT.html of the only split of `scores`. other: of another model."""
-    (result,) = scores.splits
-    other = None if other is None else replace(other, split=f"{result.split}, the other")
-    page = report(
-        scores,
-        settings,
-        decorations,
-        title=f"{label} on {result.split}",
-        run_id=label,
-        pictured=[result.split],
-        compared=other,
-    )
-    models = ", ".join(bundle.name for bundle in scores.bundles)
-    metadata = {"models": models, "images": f"{result.split} {len(result.images)}"}
-    name = f"report-{result.split}.html"
-    write_report(folder.path / name, replace(page, metadata=metadata))
-    logger.info(f"report       {folder.place / name}")

@@ -157,9 +157,6 @@ def format_scores(scores: MetricScores) -> str:
         value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
         lines.append(f"  {name:<{width}} {value}")
     extras = scores.extras
-    if "spice_categories" in extras:
-        parts = (f"{name} {value:.3f}" for name, value in extras["spice_categories"].items() if value is not None)
-        lines.append(f"  {'':<{width}} {', '.join(parts)}")
     repeated = ", ".join(f"{share:.1%} {n}-grams" for n, share in extras["repeated_ngrams"].items())
     endings = "" if extras["broken_endings"] is None else f"broken endings {extras['broken_endings']:.1%}, "
     lines += [

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
@@ -22,19 +21,10 @@ from typing import TypeVar
 
 import psutil
 
-from raycap.models.config import Values
 from raycap.pipeline.runtime.names import one_line
 
 Caption = Sequence[str]  # tokens
 
-SPICE_CATEGORIES = {
-    "Object": "object",
-    "Attribute": "attribute",
-    "Relation": "relation",
-    "Color": "color",
-    "Cardinality": "count",
-    "Size": "size",
-}
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
@@ -88,14 +78,8 @@ def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption
         return _with_java(command, Path(folder), talk, METEOR_DEADLINE_S[0] + METEOR_DEADLINE_S[1] * len(requests))
 
 
-def spice(
-    predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]
-) -> tuple[list[float], dict[str, float | None]]:
-    """SPICE 1.0 of tokenized captions: the F-score of each image, and the mean F-score of each sub-category.
-
-    The mean is over the images whose caption or references mention the category; None when no image does.
-    Raises JavaError.
-    """
+def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> list[float]:
+    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises JavaError."""
     package = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
     models = spice_models()
@@ -109,28 +93,18 @@ def spice(
     options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
     main = ["edu.anu.spice.SpiceScorer", "in.json", "-out", "out.json", "-subset", "-silent"]
 
-    def run(process: subprocess.Popen[str]) -> list[Values]:
-        """For each image the scores {category: {"f": ...}}; "All" is the total."""
+    def run(process: subprocess.Popen[str]) -> list[float]:
         process.communicate()
         if process.returncode:
             raise ValueError(f"it ended with exit code {process.returncode}")
         items = {item["image_id"]: item["scores"] for item in json.loads((folder / "out.json").read_text("utf-8"))}
-        return [items[image] | {"All": {"f": float(items[image]["All"]["f"])}} for image in range(len(data))]
+        return [float(items[image]["All"]["f"]) for image in range(len(data))]
 
     with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
         folder = Path(name)
         (folder / "in.json").write_text(json.dumps(data), encoding="utf-8")
         deadline_s = SPICE_DEADLINE_S[0] + SPICE_DEADLINE_S[1] * len(data)
-        scores_by_image = _with_java([*java, *options, *main], folder, run, deadline_s)
-    categories = {name: _mean_f(scores_by_image, category) for category, name in SPICE_CATEGORIES.items()}
-    return [scores["All"]["f"] for scores in scores_by_image], categories
-
-
-def _mean_f(images: Sequence[dict[str, Values]], category: str) -> float | None:
-    """Mean F-score of a category over the images that have a finite one."""
-    values = [float(scores[category]["f"]) for scores in images if (scores.get(category) or {}).get("f") is not None]
-    finite = [value for value in values if not math.isnan(value)]
-    return sum(finite) / len(finite) if finite else None
+        return _with_java([*java, *options, *main], folder, run, deadline_s)
 
 
 def spice_models() -> Path:

@@ -61,7 +61,6 @@ class Score:
     value: float | None = None
     per_image: list[float] | None = None
     unavailable: str | None = None
-    categories: dict[str, float | None] | None = None  # the values of SPICE's sub-categories
 
 
 @dataclass(frozen=True)
@@ -207,8 +206,8 @@ def _cider_r(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
-    values, categories = java.spice(captions.predictions, captions.references)
-    return [Score(sum(values) / len(values), values, categories=categories)]
+    values = java.spice(captions.predictions, captions.references)
+    return [Score(sum(values) / len(values), values)]
 
 
 def _chair_i(captions: TokenizedCaptions) -> list[Score]:
@@ -297,7 +296,7 @@ def metrics_of_split(further: Iterable[str], *, is_test: bool) -> tuple[str, ...
 class MetricScores:
     """The result of `score_captions`. Lists of scores per image have the order of `image_ids`.
 
-    extras: the number of references without a prediction, SPICE's sub-categories, and the values of `caption_stats`.
+    extras: the number of references without a prediction, and the values of `caption_stats`.
     """
 
     by_name: dict[str, Score]
@@ -354,8 +353,6 @@ def score_captions(
         if set(metric.names) & set(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
-    if "SPICE" in by_name and by_name["SPICE"].categories is not None:
-        extras["spice_categories"] = by_name["SPICE"].categories
     extras |= caption_stats(predicted, training_captions, language)
     signature = _signature(by_name, captions, language)
     return MetricScores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
