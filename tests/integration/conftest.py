@@ -1,4 +1,4 @@
-"""Fixtures of the retraining tests, on disk and on S3."""
+"""Fixtures of several tests: a data set to retrain on, on disk and on S3, and a jobs server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs_server import stub
 from tests.support.retrain_world import World
+
+__all__ = ["stub", "world"]
 
 
 @pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.proof)])

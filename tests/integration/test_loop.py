@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,15 @@ from raycap.pipeline.training.loop import NOTICE, STOPPING, StageJob, StageRun, 
 from raycap.pipeline.training.stage_output import StageOutput
 from raycap.pipeline.training.step_metrics import DivergedError
 from tests.conftest import small_config
-from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, prepare_run
+from tests.support.runs import (
+    FROZEN_STAGES,
+    STAGES,
+    Killed,
+    assert_same_weights,
+    best_weights,
+    break_each_stage_once,
+    prepare_run,
+)
 
 VIEWS = {"views": 2, "compute_dtype": "float32"}
 
@@ -63,15 +70,7 @@ def test_interrupted_anywhere_the_weights_are_bit_identical(
     """Every stage is broken off after `stop` steps and begun again in a new object, in both objectives."""
     folder, store = prepare_stages(tmp_path)
     job = StageJob(folder, STAGES, store)
-    original, broken = StageRun.step, set()
-
-    def step(self: StageRun, number: int, batches: Any) -> Any:
-        if number == stop and self.stage.name not in broken:
-            broken.add(self.stage.name)
-            raise Killed
-        return original(self, number, batches)
-
-    monkeypatch.setattr(StageRun, "step", step)
+    broken = break_each_stage_once(monkeypatch, stop)
     for _ in range(len(STAGES) + 1):
         try:
             train_stages(LocalContext("cpu"), job)
@@ -484,23 +483,15 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_with_all_options_a_stage_is_resumed_bit_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, breaks, weights = StageRun.step, False, []
-
-    def step(self: StageRun, number: int, batches: Any) -> Any:
-        nonlocal breaks
-        if number == 2 and breaks:
-            breaks = False
-            raise Killed
-        return original(self, number, batches)
-
-    monkeypatch.setattr(StageRun, "step", step)
+    weights = []
     for name in ("whole", "broken"):
         stages = small_config(tmp_path)["stages"]
         stages[1] |= OPTIONS | {"ema": 0.9, "max_grad_norm": None, "max_grad_value": 0.1, "checkpoint_every_steps": 1}
         folder, store = prepare_run(tmp_path / name, stages=stages[1:2])
-        breaks = name == "broken"
-        with pytest.raises(Killed) if breaks else nullcontext():
-            train_stages(LocalContext("cpu"), StageJob(folder, STAGES[1:2], store))
+        if name == "broken":
+            break_each_stage_once(monkeypatch, 2)
+            with pytest.raises(Killed):
+                train_stages(LocalContext("cpu"), StageJob(folder, STAGES[1:2], store))
         train_stages(LocalContext("cpu"), StageJob(folder, STAGES[1:2], store))
         weights.append(best_weights(folder.stage(STAGES[1])))
     assert_same_weights(*weights)

@@ -19,9 +19,17 @@ from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
-from tests.support.runs import FROZEN_STAGES, STAGES, Killed, assert_same_weights, best_weights, write_config
+from tests.support.runs import (
+    FROZEN_STAGES,
+    STAGES,
+    Killed,
+    assert_same_weights,
+    best_weights,
+    break_each_stage_once,
+    write_config,
+)
 
 GROUPS = (STAGES[:2], STAGES[2:3])  # frozen and trained; frozen with another backbone
 
@@ -73,17 +81,7 @@ def test_the_weights_are_bit_identical_also_after_a_kill(
     """Cross entropy and SCST, the latter after a stage that trains the backbone. Each stage is broken off once."""
     stored, on_the_fly = (prepare_run(tmp_path / store, store=store, **features) for store in ("always", "never"))
     expected = train(stored)
-    original, broken = StageRun.step, set[str]()
-
-    def step(self: StageRun, number: int, batches: Any) -> Any:
-        assert (self.computer is None) == self.stage.train_backbone
-        if number == 2 and self.stage.name not in broken:
-            broken.add(self.stage.name)
-            self.output.wait()
-            raise Killed
-        return original(self, number, batches)
-
-    monkeypatch.setattr(StageRun, "step", step)
+    broken = break_each_stage_once(monkeypatch, 2)
     for _ in range(len(STAGES[:3])):
         with pytest.raises(Killed):
             train(on_the_fly)

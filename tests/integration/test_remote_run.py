@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +14,17 @@ from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
-from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
-from tests.support.runs import STAGES, Killed, assert_same_weights, best_weights, prepare_run, run_with_own_cache
+from tests.support.runs import (
+    STAGES,
+    Killed,
+    assert_same_weights,
+    best_weights,
+    break_each_stage_once,
+    prepare_run,
+    run_with_own_cache,
+)
 from tests.support.s3_server import s3_server
 
 
@@ -97,16 +104,7 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
     storage = {"uri": "s3://data/runs-test", "endpoint_url": url}
     folder, store = prepare_run(storage)
     assert folder.home is not None and folder.run_id == local.run_id
-    original, broken = StageRun.step, set()
-
-    def step(self: StageRun, number: int, batches: Any) -> Any:
-        if number == 3 and self.stage.name not in broken:
-            broken.add(self.stage.name)
-            self.output.wait()  # until the last checkpoint is uploaded
-            raise Killed
-        return original(self, number, batches)
-
-    monkeypatch.setattr(StageRun, "step", step)
+    broken = break_each_stage_once(monkeypatch, 3)
     resumed = []
     for machine in range(len(STAGES) + 1):
         monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / f"machine{machine}"))

@@ -126,14 +126,8 @@ def test_missing_files_are_named_with_their_places(tmp_path: Path, capsys: pytes
     both = refusal()
     assert "has no published checkpoint; put one of these files there: rf_model.pth (" in both
     assert "meshed_memory_transformer.pth (the checkpoint, linked in the README of github.com/aimagelab/" in both
-    for name, published in PUBLISHED.items():
-        for missing in published.files:
-            for file in published.files.keys() - {missing, "val2014"}:
-                (tmp_path / file).touch()
-            shutil.rmtree(tmp_path / "val2014", ignore_errors=True)
-            (tmp_path / "val2014").mkdir()
-            image = tmp_path / "val2014" / f"COCO_val2014_{1:012d}.jpg"
-            image.touch()
-            (image if missing == "val2014" else tmp_path / missing).unlink(missing_ok=True)
-            text = refusal("--system", name)
-            assert f"lacks {missing} ({published.files[missing]}); {published.title} needs all" in text
+    published = PUBLISHED["expansionnet_v2"]
+    (tmp_path / "rf_model.pth").touch()
+    text = refusal("--system", "expansionnet_v2")
+    for missing in published.files.keys() - {"rf_model.pth"}:
+        assert f"{missing} ({published.files[missing]})" in text

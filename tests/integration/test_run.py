@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from raycap.jobs.cli import main
 from raycap.jobs.run import RunDriver
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.training.dry_run import DryRunResult
 from tests.conftest import small_config
 from tests.support.runs import output_of, start_raycap, write_config
 
@@ -47,20 +45,6 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
     again = prepare(load_config(folder.path / "config.yaml"))
     assert again.run_id == folder.run_id and again.config == later.config
 
-    # a configuration in which workers have GPUs, on a device that is simulated
-    stages = [stage.name for stage in config.stages if stage.train_backbone]
-    workers = config.workers.model_copy(update={"gpus_per_worker": 1.0})
-    results = [DryRunResult(name, 1.0, 1.0, checkpointing=name == stages[-1]) for name in stages]
-    monkeypatch.setattr("raycap.jobs.run.start_ray", lambda *_: None)
-    monkeypatch.setattr("raycap.jobs.run.StallWatch.stream", lambda *_: iter(results))
-    for expected in (True, False):
-        on_gpus = RunDriver(prepare(config.model_copy(update={"workers": workers})), address=None)
-        assert on_gpus.folder.config.backbone.gradient_checkpointing == "auto", "inherited from another attempt"
-        assert on_gpus._decides_checkpointing
-        on_gpus._dry_run()
-        assert on_gpus.folder.config.backbone.gradient_checkpointing is expected
-        on_gpus.folder.write_config()
-        results[-1] = replace(results[-1], checkpointing=False)
     assert not driver._decides_checkpointing, "a CPU keeps the activations"
 
 

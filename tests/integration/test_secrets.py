@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.metadata
 import io
 import json
 import os
@@ -12,12 +11,9 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,6 +22,7 @@ from raycap.jobs.cli import main
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
+from tests.support.jobs_server import Stub
 from tests.support.mlflow_server import MlflowServer
 from tests.support.s3_server import s3_server
 
@@ -138,53 +135,20 @@ def test_a_password_in_the_address_of_the_storage_is_refused(
     assert not search("the message", message.encode())
 
 
-class FakeJobs(BaseHTTPRequestHandler):
-    """A jobs server that asks for a token and keeps what it receives in `server.received`."""
-
-    def answer(self) -> None:
-        server: Any = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        token = self.headers.get("Authorization")
-        server.received.append((f"{self.command} {self.path}", token, body))
-        status = 401 if token is None else 404 if (self.command, self.path[:9]) == ("GET", "/api/pack") else 200
-        answer = (
-            {"ray_version": importlib.metadata.version("ray")}
-            if self.command == "GET"
-            else {"job_id": "a", "submission_id": "a"}
-        )
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_PUT = do_POST = answer
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def fake_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def marked(monkeypatch: pytest.MonkeyPatch, stub: Stub) -> Stub:
+    """A jobs server, and the marked credentials in the environment."""
     for name, value in MARKS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), FakeJobs)
-    server.received = []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    return stub
 
 
-def submit(server: Any, config: Path, *words: str) -> int:
-    address = f"http://127.0.0.1:{server.server_port}"
-    return main(["submit", "run", str(config), "--address", address, "--detach", *words])
+def submit(server: Stub, config: Path, *words: str) -> int:
+    return main(["submit", "run", str(config), "--address", server.address, "--detach", *words])
 
 
-def test_a_submission_sends_no_secret(tmp_path: Path, fake_jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_sends_no_secret(tmp_path: Path, marked: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code, the configuration, the job's metadata, its command and its environment contain references only."""
     settings = small_config("s3://data/x")
     settings["tracking"] = {"uri": "${TRACKER}", "experiment": "${EXPERIMENT}"}
@@ -195,11 +159,10 @@ def test_a_submission_sends_no_secret(tmp_path: Path, fake_jobs: Any, monkeypatc
     monkeypatch.setenv("TRACKER", f"http://{USER}:{PASSWORD}@host")
     monkeypatch.setenv("EXPERIMENT", WORDS)
     words = ["--secret", "TRACKER", "--secret", "EXPERIMENT", "--env", "NCCL_DEBUG=INFO", "--detach"]
-    address = f"http://127.0.0.1:{fake_jobs.server_port}"
-    command = [sys.executable, "-m", "raycap", "submit", "run", str(config), "--address", address, *words]
+    command = [sys.executable, "-m", "raycap", "submit", "run", str(config), "--address", marked.address, *words]
     output = subprocess.run(command, capture_output=True, text=True)  # Ray reads the kind of token when it is imported
     assert output.returncode == 0, output.stderr
-    paths, tokens, bodies = zip(*fake_jobs.received, strict=True)
+    paths, tokens, bodies = zip(*marked.received, strict=True)
     assert set(tokens) == {f"Bearer {MARKS['RAY_AUTH_TOKEN']}"}
     (package,) = [body for body in bodies if body[:2] == b"PK"]
     (job,) = [json.loads(body) for path, body in zip(paths, bodies, strict=True) if path == "POST /api/jobs/"]
@@ -226,11 +189,11 @@ def test_a_submission_sends_no_secret(tmp_path: Path, fake_jobs: Any, monkeypatc
     ],
 )
 def test_a_submission_with_a_secret_is_refused_before_anything_is_sent(
-    words: list[str], tmp_path: Path, fake_jobs: Any, capsys: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, marked: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(small_config("s3://data/x")))
-    assert submit(fake_jobs, config, *words) == 2
+    assert submit(marked, config, *words) == 2
     output = capsys.readouterr()
-    assert not fake_jobs.received and "--secret" in output.err
+    assert not marked.received and "--secret" in output.err
     assert not search("the message", (output.out + output.err).encode())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
+from raycap.pipeline.training.batches import Batch
+from raycap.pipeline.training.loop import StageRun
 from tests.conftest import ROOT, small_config
 
 STAGES = ("xe_frozen", "xe_finetune", "scst_frozen", "scst_finetune")
@@ -43,6 +46,21 @@ MESHED_MEMORY = {"name": "meshed_memory", "num_memory_slots": 4}
 
 class Killed(Exception):
     """Raised by a test in place of a kill -9."""
+
+
+def break_each_stage_once(monkeypatch: pytest.MonkeyPatch, at: int) -> set[str]:
+    """Kills each stage before its step `at`, once, when its checkpoints are written. Returns the names so far."""
+    original, broken = StageRun.step, set[str]()
+
+    def step(self: StageRun, number: int, batches: list[Batch]) -> dict[str, torch.Tensor]:
+        if number == at and self.stage.name not in broken:
+            broken.add(self.stage.name)
+            self.output.wait()
+            raise Killed
+        return original(self, number, batches)
+
+    monkeypatch.setattr(StageRun, "step", step)
+    return broken
 
 
 def empty_run(path: Path, home: StoragePath | None = None) -> RunFolder:

@@ -108,26 +108,6 @@ def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
             ServeArguments(**application.args | bad)
 
 
-def ray_starts(config: dict[str, Any]) -> list[str]:
-    commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
-    found = [command for command in commands if "ray start" in command]
-    assert len(found) == 2
-    return found
-
-
-def test_rays_options_are_rays() -> None:
-    """Options of `ray start` in the launcher file and in rayStartParams, against Ray's own command."""
-    from ray.scripts.scripts import start
-
-    known = {option for parameter in start.params for option in parameter.opts}
-    config = yaml.safe_load((INFRA / "ray-cluster-aws.yaml").read_text())
-    used = {word.split("=")[0] for command in ray_starts(config) for word in command.split() if word.startswith("--")}
-    for document in ray_manifests():
-        for group in groups(document):
-            used |= {f"--{name}" for name in group["rayStartParams"]}
-    assert used <= known, used - known
-
-
 def ray_manifests() -> Iterator[dict[str, Any]]:
     for path in KUBERNETES:
         yield from (document for document in documents(path) if document["kind"] in {*DEFINITIONS, "RayService"})
@@ -138,11 +118,6 @@ def cluster_spec(document: dict[str, Any]) -> dict[str, Any]:
     spec = spec.get("jobTemplate", spec)
     found: dict[str, Any] = spec.get("rayClusterSpec", spec.get("rayClusterConfig", spec))
     return found
-
-
-def groups(document: dict[str, Any]) -> list[dict[str, Any]]:
-    spec = cluster_spec(document)
-    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
 
 
 def test_the_ray_manifests_describe_one_cluster_of_rays_version() -> None:
@@ -236,11 +211,6 @@ def test_commands_parse(words: list[str]) -> None:
         parse([context.params["command"], context.params["argument"], *context.args])
 
 
-def locked() -> dict[str, str]:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    return dict(line.split(" ")[0].split("==") for line in lines)  # type: ignore[misc]
-
-
 def test_the_dockerfile_is_pinned_and_copies_what_exists() -> None:
     text = (INFRA / "Dockerfile").read_text()
     stages: set[str] = set()
@@ -259,33 +229,6 @@ def test_the_dockerfile_is_pinned_and_copies_what_exists() -> None:
     last = text[text.rindex("\nFROM ") :]
     assert "USER 1000:1000" in last and last.index("useradd") < last.index("USER ")
     assert "openjdk" in text and "infra/spice.sh" in text and "RAYCAP_SPICE_MODELS=/opt/spice" in last
-
-
-def test_the_compose_file_is_pinned_hardened_and_names_secrets_only() -> None:
-    from sqlalchemy.engine import make_url
-
-    compose = yaml.safe_load((INFRA / "mlflow-compose.yaml").read_text())
-    services, versions = compose["services"], locked()
-    inline = services["mlflow"]["build"]["dockerfile_inline"]
-    for package in ("mlflow", "boto3"):
-        assert f"{package}=={versions[package]}" in inline
-    (address,) = [word for word in services["mlflow"]["command"] if word.startswith("--backend-store-uri=")]
-    driver = make_url(address.partition("=")[2]).get_dialect().driver
-    assert re.search(rf"{driver}-binary==\d", inline), f"{driver} would be imported, which the image does not have"
-    assert "USER 1000:1000" in inline
-    for name, service in services.items():
-        assert "build" in service or re.search(r":(RELEASE\.)?\d", service["image"]), name
-        assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}
-        assert service.get("read_only") or name == "buckets"
-        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
-        for variable, value in service["environment"].items():
-            if re.search("PASSWORD|SECRET|ACCESS_KEY", variable):
-                assert re.fullmatch(r"\$\{\w+:\?.+\}", value), f"{name}: {variable} holds a value"
-    from mlflow.cli import server
-
-    known = {option for parameter in server.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    used = {word.split("=")[0] for word in services["mlflow"]["command"] if word.startswith("--")}
-    assert used and used <= known
 
 
 def test_no_file_holds_a_secret_or_an_open_registry() -> None:

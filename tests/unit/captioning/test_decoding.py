@@ -19,8 +19,7 @@ from raycap.pipeline.evaluation.captioning.bundle import Bundle, load_bundle
 from raycap.pipeline.evaluation.captioning.constraints import ImageConstraints, build_automata
 from raycap.pipeline.evaluation.captioning.search import CaptionSearch
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.comparison.protocol import Protocol, ensemble_protocol, searched
-from raycap.pipeline.evaluation.comparison.published import published_rows
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.runtime.context import LocalContext
 from tests.support.bundles import WORDS, make_bundle, write_images
 from tests.support.few_images import FewImages, caption_split, half
@@ -123,29 +122,6 @@ def test_the_command_sets_keys_of_the_search(folder: Path, tmp_path: Path, capsy
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["evaluation.decoding.sampling=true"], "evaluation.beam_size is 5; set it to 1"),
-        (["evaluation.decoding.beam_groups=2"], "beam_groups = 2 does not divide evaluation.beam_size = 5"),
-        (["evaluation.decoding.top_k=3"], "top_k is for drawn captions"),
-        (["evaluation.precision=float32"], "key evaluation.precision cannot be given here"),
-        (["evaluation.num_results=2"], "key evaluation.num_results cannot be given here"),
-        (["evaluation=3"], "--set evaluation: give its keys one by one"),
-        (["data.language=de"], "--set data: only keys of the section evaluation"),
-        (["evaluation.ranking=best"], "evaluation.ranking is 'best'; it must be mean, sum, or the exponent"),
-    ],
-)
-def test_what_contradicts_is_one_sentence(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
-) -> None:
-    images = write_images(tmp_path / "images", 1)
-    arguments = [word for option in options for word in ("--set", option)]
-    assert main(["caption", *images, "--model", str(folder), *arguments]) == 2
-    said = capsys.readouterr().err.strip()
-    assert words in said and "\n" not in said
-
-
 def test_constraints_go_with_rules_and_not_with_groups(tmp_path: Path) -> None:
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(3)))
@@ -155,14 +131,3 @@ def test_constraints_go_with_rules_and_not_with_groups(tmp_path: Path) -> None:
     found, _ = caption_split([captioner], [images], search, LocalContext(), automata)
     words = found[1][0].caption.split()
     assert "mat" in words and len(words) >= 5 and len(set(words)) == len(words)
-
-
-def test_results_that_were_decoded_differently_are_not_compared(tmp_path: Path) -> None:
-    plain, default = EvaluationSection(decoding=PLAIN), EvaluationSection()
-    trained = Protocol("expansionnet_v2", "grid", False, "scst", True)
-    printed = published_rows(searched(trained, default), "test", [])
-    assert printed and all("printed: all words allowed, ours: no UNK" in reason for _, reason in printed)
-    assert not any("all words allowed" in reason for _, reason in published_rows(searched(trained, plain), "test", []))
-    # models that were evaluated in different ways are one ensemble once the search is given
-    members = [searched(replace(trained, decoding=decoding), default) for decoding in (PLAIN, Decoding(min_length=5))]
-    assert ensemble_protocol(members).decoding == Decoding()

@@ -116,14 +116,6 @@ def pipe(name: str) -> Craft:
     return craft
 
 
-def link(name: str, target: str) -> Craft:
-    def craft(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(target)
-
-    return craft
-
-
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Craft:
     """Changes the tensors of model.safetensors."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ import torch
 import yaml
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.config import PLAIN, Decoding
+from raycap.models.config import PLAIN
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle, read_bundle_config
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.comparison.protocol import (
-    USUAL,
-    WORDS,
     Protocol,
     differences,
     run_protocol,
@@ -53,31 +50,6 @@ def test_a_run_records_how_it_was_trained_and_is_evaluated(tmp_path: Path) -> No
         "expansionnet_v2, grid features, SCST, EOS in the reward, beam 3, at most 20 tokens, "
         "ranked by the sum of log-probabilities, no UNK, PTB tokens, document frequencies of the scored split"
     )
-
-
-def test_every_field_of_a_protocol_has_words_and_can_differ() -> None:
-    others: dict[str, Any] = {"system": "b", "features": "regions", "objective": "scst", "ranking": "sum"}
-    others |= {"precision": "bfloat16", "num_models": 2, "beam_size": 3, "max_length": 30}
-    others |= {"attend_padding": True, "collapse_repeats": True, "constrained": True}
-    others |= {"decoding": Decoding()}
-    others |= {
-        "language": "de",
-        "tokenizer": "unicode",
-        "document_frequencies": "training captions",
-        "eos_in_reward": True,
-    }
-    printed = Protocol("a", "grid", False, "scst", False, 1, 5, 20, "mean", False, "float32")
-    assert others.keys() == WORDS.keys() == asdict(printed).keys() and USUAL.keys() <= WORDS.keys()
-    for key, value in others.items():
-        ours = replace(printed, **{key: value})
-        assert (ours == printed) == (key == "objective")
-        assert len(differences(printed, ours)) == (key != "objective")
-        assert differences(replace(printed, **{key: None}), ours) == []
-    assert differences(printed, replace(printed, objective="cross_entropy", eos_in_reward=None)) == [
-        ("SCST", "cross entropy")
-    ]
-    assert differences(printed, Protocol())[0] == ("a", "not recorded")
-    assert differences(replace(printed, num_models=0), replace(printed, num_models=3)) == []
 
 
 def test_given_settings_come_before_those_of_the_bundles() -> None:

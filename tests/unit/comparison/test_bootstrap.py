@@ -57,11 +57,3 @@ def test_seeds_of_the_same_runs_are_paired() -> None:
     paired, independent = (paired_difference(a, b, same_runs=same) for same in (True, False))  # type: ignore[arg-type]
     assert paired.mean == independent.mean
     assert paired.high - paired.low < 0.1 * (independent.high - independent.low)
-
-
-def test_equal_seeds_add_nothing() -> None:
-    """Seeds whose scores are equal have no variance: the interval is that of one of them."""
-    a, b = np.random.default_rng(5).normal(0, 1, (2, 50)).tolist()
-    one, several = paired_difference([a], [b]), paired_difference([a] * 3, [b] * 2)
-    assert (several.low, several.high) == (pytest.approx(one.low), pytest.approx(one.high))
-    assert paired_difference([[1.0], [2.0]], [[1.0]]).mean == 0.5, "one image"

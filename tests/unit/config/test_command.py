@@ -14,12 +14,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.config import config_schema
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
-from tests.conftest import ROOT, small_config
-from tests.support.checkout import own
-
-CONFIGS = ROOT / "raycap" / "configs"
-SEARCH_KEYS = {"base", "space", "rows"}
-FILES = [path for path in own(CONFIGS.glob("*.yaml")) if not SEARCH_KEYS & yaml.safe_load(path.read_text()).keys()]
+from tests.conftest import small_config
 
 
 def write(path: Path, values: object) -> str:

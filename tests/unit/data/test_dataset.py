@@ -208,18 +208,3 @@ def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> Non
             assert part.fingerprint() == copy.fingerprint() and part.split_sizes() == copy.split_sizes()
             sent = pickle.loads(pickle.dumps(part))  # noqa: S301 (as Ray does)
             assert part.table.equals(copy.table) and sent.table.equals(copy.table)
-
-
-def test_the_words_of_many_rows_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    rng = np.random.default_rng(1)
-    for size in (1, 8, 9, 100):
-        dataset = random_dataset(rng, size)
-        with_cat = [[*texts, "a cat"] for texts in dataset.column("captions")]
-        dataset = dataset.with_column("captions", pa.array(with_cat, pa.list_(pa.string())))
-        words = dataset.with_words()
-        assert words.column("captions") == [[text for text in texts if text != "..."] for texts in with_cat]
-        assert words.table.drop_columns(["captions"]).equals(dataset.table.drop_columns(["captions"]))
-        broken = [*with_cat[:-1], ["..."]]
-        with pytest.raises(UserError, match=rf"image /{size - 1}\.png \(id {size - 1}\) has no caption with a word"):
-            dataset.with_column("captions", pa.array(broken, pa.list_(pa.string()))).with_words()

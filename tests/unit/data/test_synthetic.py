@@ -101,20 +101,6 @@ def test_folder_is_deterministic_and_in_karpathy_layout(tmp_path: Path) -> None:
             assert sentence["imgid"] == image["imgid"] and sentence["tokens"] == tokenize(sentence["raw"])
 
 
-def test_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw_scene = synthetic.draw_scene
-
-    def failing(scene: synthetic.Scene, image_size: int) -> Image.Image:
-        if scene == SCENES[20][0]:
-            raise OSError("no space left on device")
-        return draw_scene(scene, image_size)
-
-    monkeypatch.setattr(synthetic, "draw_scene", failing)
-    with pytest.raises(OSError, match="no space left"):
-        write_dataset(tmp_path / "scenes", SceneConfig(num_images=30, image_size=32))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("foreign", ["other configuration", "other files", "file"])
 def test_foreign_content_is_never_overwritten(tmp_path: Path, foreign: str) -> None:
     folder = tmp_path / "scenes"

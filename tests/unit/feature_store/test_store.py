@@ -110,21 +110,6 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
     assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(gather(store, keys), features)
 
 
-def test_the_index_is_only_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.features.store.MAX_LOOSE", 1)
-    keys, features = filled(tmp_path)
-    write_index(storage_path(tmp_path))
-    assert (tmp_path / "index.parquet").exists()
-    write_shard(tmp_path, ["new"], features[:1])
-    assert contains(FeatureStore(tmp_path), "new"), "manifests outside of the index are read"
-    next(path for path in (tmp_path / "manifest").iterdir() if path.stem == shard_name(keys[:4])).unlink()
-    store = FeatureStore(tmp_path)
-    assert not contains(store, keys[0]) and contains(store, keys[4]), (
-        "the index's rows without a manifest count as missing"
-    )
-    assert np.array_equal(gather(store, keys[4:]), features[4:])
-
-
 def test_a_shard_that_is_computed_again_with_other_bits_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,14 +212,3 @@ def test_a_damaged_shard_is_named_and_computed_again(tmp_path: Path, damage: Any
     assert len(FeatureStore(tmp_path)) == 8 and not has_shard(tmp_path, keys)
     filled(tmp_path)
     assert np.array_equal(gather(FeatureStore(tmp_path), keys), features)
-
-
-def test_damaged_boxes_are_named_and_computed_again(tmp_path: Path) -> None:
-    boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
-    write_shard(tmp_path, ["a", "b"], np.zeros((2, 5, 3), np.float32), lengths=[3, 5], boxes=boxes)
-    (path,) = tmp_path.glob("shards/*.boxes.npy")
-    store = FeatureStore(tmp_path)
-    flip_any(path)
-    with pytest.raises(DamagedError, match=str(path)):
-        store.regions_at(positions(store, ["a"]))
-    assert len(FeatureStore(tmp_path)) == 0

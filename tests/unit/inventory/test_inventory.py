@@ -113,25 +113,6 @@ def test_a_run_in_progress(storage: FakeStorage, wait: Wait) -> None:
     assert run_of(storage).state == "interrupted"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "state"),
-    [
-        ("run.json", b"", "damaged"),
-        ("run.json", b'{"run_id": "demo-1"}', "of another version"),
-        ("COMPLETE.json", b"{}", "damaged"),
-        ("COMPLETE.json", b'{"scores": {"val_CIDEr-D": "x", "test_CIDEr-D": NaN}}', "damaged"),
-    ],
-)
-def test_a_damaged_run_is_named_and_kept(local: FakeStorage, wait: Wait, name: str, content: bytes, state: str) -> None:
-    local.run("demo-1", step=False)
-    local.write(f"runs/demo-1/{name}", content)
-    local.features("f1", "of no run")
-    wait(100)
-    run = run_of(local)
-    assert run.state == state and run.detail
-    assert not plan(local) and "runs/demo-1 is" in kept(local)[0]
-
-
 def test_foreign_files_are_never_touched(local: FakeStorage, wait: Wait) -> None:
     for name in ("runs/notes.txt", "runs/other/photo.jpg", "runs/mine/config.yaml", "runs/mine/thesis.tex", "x/y"):
         local.write(name, b"1")

@@ -12,23 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from raycap.jobs.caption import caption
 from raycap.jobs.caption_output import Parts
 from raycap.jobs.cli import main
-from raycap.models.base import Features, Memory
-from raycap.models.explain.attribution import cross_attention
-from raycap.models.layers import CrossAttention
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle
 from raycap.pipeline.evaluation.captioning.ray_data import _CaptionActor
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.evaluation.reports.pictures import draw_word_maps
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import OutageError, StorageError
-from tests.support.bundles import WORDS, make_bundle, with_confidence, without_digests, write_images
+from tests.support.bundles import make_bundle, with_confidence, without_digests, write_images
 
 
 @pytest.fixture(scope="module")
@@ -278,70 +273,6 @@ def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
     assert all("confidence" in json.loads(row) for row in found[[0, 2]])
 
 
-def test_bad_input_is_said_before_anything_is_written(
-    tmp_path: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = write_images(tmp_path / "images", 1)
-    features_only = make_bundle(tmp_path / "features-only", backbone=False)
-    for model, options, words in (
-        (str(tmp_path / "none"), {}, "no such folder"),
-        (str(tmp_path / "images"), {}, "not a model bundle"),
-        (str(features_only), {}, "has no backbone"),
-        (str(bundle), {"num_results": 6}, "--n-best 6"),
-        (str(bundle), {"out": str(tmp_path / "none" / "x.jsonl")}, "does not exist"),
-        (str(bundle), {"out": "/dev/full"}, "a folder or a device"),
-    ):
-        with pytest.raises(UserError, match=words):
-            caption(names, model, **options)  # type: ignore[arg-type]
-    assert main(["caption", *names, "--model", str(bundle), "--precision", "int8"]) == 2
-    assert "'int8' is not one of 'auto', 'float32', 'bfloat16'" in capsys.readouterr().err
-    assert main(["caption", *names, "--model", str(bundle), "--explain", names[0]]) == 2
-    assert "is a file" in capsys.readouterr().err
-
-
-def test_cross_attention_is_what_the_layers_use(bundle: Path) -> None:
-    """The values of the image tokens, mixed by the weights of every head, are what the layer's output is made of."""
-    model = load_bundle(bundle).captioner.model
-    torch.manual_seed(1)
-    memory = model.encode(Features(torch.randn(2, 9, model.sizes.feature_width), torch.tensor([9, 6])))
-    tokens = torch.tensor([[WORDS.sos, 4, 5, 6, WORDS.eos]] * 4)
-    by_head = cross_attention(model, memory, tokens)
-    assert by_head.shape == (2, 2, 4, 4, 9)
-    torch.testing.assert_close(by_head.sum(-1), torch.ones(2, 2, 4, 4))
-    assert (by_head[:, :, 2:, :, 6:] == 0).all(), "padding is looked at"
-    assert (by_head[:, :, :2, :, 6:] > 0).all()
-    outputs: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-
-    def record(layer: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        outputs.append((layer, inputs[2], output))
-
-    layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
-    handles = [layer.register_forward_hook(record) for layer in layers]
-    model.decode(memory, tokens[:, :-1])
-    for handle in handles:
-        handle.remove()
-    for weights, (layer, value, output) in zip(by_head, outputs, strict=True):
-        mixed = torch.einsum("hrtn,rhnd->rthd", weights, value.repeat_interleave(2, 0)).flatten(2)
-        torch.testing.assert_close(layer.out_proj(mixed, mixed), output)
-    # an image token that gets all the weight moves the logits, one that gets none does not
-    changed = memory.states.clone()
-    changed[1, 6:] += 10.0
-    torch.testing.assert_close(
-        model.decode(Memory(changed, memory.lengths), tokens[:, :-1])[2:], model.decode(memory, tokens[:, :-1])[2:]
-    )
-
-
-def test_heat_maps_are_bright_where_the_weight_is(tmp_path: Path) -> None:
-    weights = np.zeros((1, 16))
-    weights[0, 5] = 1.0  # row 1, column 1 of 4 x 4
-    maps = {"attention": weights, "attribution": np.ones((1, 16))}
-    draw_word_maps(tmp_path / "a.png", Image.new("RGB", (50, 80), "gray"), ["$ 犬"], maps, (4, 4))
-    sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
-    upper, lower = (sheet[top : top + len(sheet) // 2, sheet.shape[1] // 2 :] for top in (0, len(sheet) // 2))
-    yellow = [(part[..., 0] - part[..., 2] > 20).sum() for part in (upper, lower)]
-    assert yellow[0] > 100 > yellow[1], "the second row is the attribution's, which is the same everywhere"
-
-
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = write_images(tmp_path / "images", 2)
     assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
@@ -351,18 +282,3 @@ def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys:
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert all(row["attribution"]["steps"] >= 32 and row["attribution"]["gap"] >= 0 for row in rows)
     assert f"within {max(row['attribution']['gap'] for row in rows):.3f} nats" in said.err
-
-
-def test_pictures_that_fail_cost_no_caption(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], log_lines: list[str]
-) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("broken on purpose")
-
-    names = write_images(tmp_path / "images", 2)
-    with pytest.MonkeyPatch.context() as failing:
-        failing.setattr(CaptionService, "attribution", broken)
-        assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
-    assert all(json.loads(line)["caption"] for line in capsys.readouterr().out.splitlines())
-    reason = "could not be made (RuntimeError: broken on purpose); caption the image again"
-    assert log_lines == [f"the picture of {name} {reason}" for name in names]

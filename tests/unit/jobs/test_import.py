@@ -59,28 +59,14 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     cases: list[tuple[dict[str, Any], str]] = [
         ({"overrides": []}, "model.static_expansion is missing: the checkpoint holds 28 expansion vectors"),
         ({"overrides": [], "config": config}, r"\[4, 8, 15\] sums to 27"),
-        ({"overrides": ["model.static_expansion=[28]", "model.num_heads=5"]}, "does not divide by model.num_heads = 5"),
-        ({"overrides": ["model.head=4"]}, "unknown key model.head: did you mean num_heads"),
         ({"tokens": foreign}, "the vocabulary has 5 words, the checkpoint predicts 60"),
         ({"checkpoint": GOLDEN / "tokens.pickle"}, "no PyTorch file"),
-        ({"checkpoint": GOLDEN / "swin_microsoft_format.pth"}, "is no ExpansionNet v2"),
         ({"checkpoint": changed(tmp_path, vocab_linear__bias=None)}, "lacks 'vocab_linear.bias'"),
-        ({"backbone": GOLDEN / "checkpoint.pth"}, "the backbone file is no Swin"),
         ({"backbone": GOLDEN / "swin_microsoft_format.pth"}, "features of width 32, the captioner takes 40"),
-        (
-            {"checkpoint": GOLDEN / "end_to_end_checkpoint.pth", "backbone": GOLDEN / "swin_microsoft_format.pth"},
-            "contains a Swin",
-        ),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):
             importing(tmp_path, **options)
-    for extra, message in (
-        ({"mystery__weight": torch.zeros(1)}, "has 'mystery.weight'"),
-        ({"pos_encoder__weight": torch.zeros(24, 31)}, r"\(24, 31\).*needs \(24, 32\)"),
-    ):
-        with pytest.raises(UserError, match=message):
-            importing(tmp_path, checkpoint=changed(tmp_path, **extra))
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"--out .* cannot be written"):
         importing(tmp_path, out=config / "model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -122,17 +121,6 @@ def test_scst_that_cannot_climb_is_named(
     assert bool(found) is warns
     if warns:
         assert "CIDEr-D is 0.0000 after xe" in found[0] and "stages.xe.epochs" in found[0] and "check" in found[0]
-
-
-def test_steps_that_are_repeated_after_a_failure_count_as_progress(tmp_path: Path, log_lines: list[str]) -> None:
-    folder, changes = Folder(tmp_path / "metrics.jsonl"), []
-    printer = JournalPrinter(cast(RunFolder, folder), lambda: changes.append(len(log_lines)))
-    with printer:
-        folder.write(step=10, time=110.0, **TRAIN)
-        while not log_lines:
-            time.sleep(0.01)
-        folder.write(step=10, time=210.0, **TRAIN)
-    assert len(log_lines) == 1 and len(changes) == 2
 
 
 def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, log_lines: list[str]) -> None:

@@ -74,28 +74,3 @@ def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsy
     file.write_text(yaml.safe_dump(small_config({"uri": uri})))
     assert main(["runs", str(file), "--set", f"storage.endpoint_url={s3}"]) == 0
     assert "demo-1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "nowhere does not exist; give a storage's folder"),
-        ([".", "--set", "seed=1"], "--set changes a configuration"),
-        ([".", "--yes"], "--yes removes what --prune shows"),
-        (["run.yaml", "--endpoint-url", "http://h"], "--set storage.endpoint_url"),
-        (["s3://no-such-bucket/x"], "no such bucket"),
-    ],
-)
-def test_mistakes(
-    s3: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_config(tmp_path)))
-    assert main(["runs", *words]) == 2
-    assert message in capsys.readouterr().err

@@ -121,32 +121,3 @@ def test_the_worst_member_continues_from_the_best(pbt_search: Search, tmp_path: 
     assert not driver.report(4, 2.0, 0.95) and not driver.report(1, 3.0, 1.1)
     assert driver.copies(1) == 1, "a copy is deleted when it was read"
     assert not driver.report(1, 3.5, 1.2) and driver.copies(1) == 1, "nothing happens between the intervals"
-
-
-def test_waiting_members_take_turns(pbt_search: Search, tmp_path: Path) -> None:
-    """Two slots for four members: at each interval the reporting one makes room for the one with the fewest epochs."""
-    records = members(pbt_search)
-    population = Population(pbt_search, records, storage_path(tmp_path / "handover"))
-    driver = Driver(population, {record.number: record.point for record in records})
-    assert [population.next(), population.next()] == [(1, None), (2, None)]
-    assert driver.report(1, 1.0, 0.5)
-    population.pause(1)
-    assert population.next() == (3, None)
-    population.end(2)
-    assert population.next() == (4, None) and population.next() == (1, None) and population.next() is None
-
-
-def test_a_population_resumes_from_its_log(pbt_search: Search, tmp_path: Path) -> None:
-    """The scores of the log count at once; a member without a copy of its state gives no weights."""
-    records = members(pbt_search)
-    for record, score in zip(records, (0.9, 0.8, 0.6, 0.7), strict=True):
-        record.reports = [(1.0, score)]
-    records[3].state = "finished"
-    population = Population(pbt_search, records, storage_path(tmp_path / "handover"))
-    driver = Driver(population, {record.number: record.point for record in records})
-    assert population.waiting == [1, 2, 3]
-    while population.next():
-        pass
-    assert not driver.report(3, 2.0, 0.1), "member 1 has no copy yet"
-    assert not driver.report(1, 2.0, 0.9)
-    assert driver.report(3, 3.0, 0.1)

@@ -14,8 +14,6 @@ import yaml
 import raycap.pipeline.evaluation.evaluate
 import raycap.pipeline.evaluation.reports.report
 from raycap.jobs.compare import compare_models
-from raycap.jobs.evaluate import evaluate
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.conftest import small_config, write_karpathy
 from tests.support.bundles import WORDS, make_bundle
@@ -100,41 +98,3 @@ def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: P
     assert page.count("<dt>best (2), CIDEr-D ") == len(shown) == page.count("data:image/jpeg")
     assert f"The {len(shown)} of 5 images" in page
     assert not re.search(r"https?://|@import|url\(", page)
-
-
-@pytest.mark.parametrize("command", ["evaluate", "compare"])
-@pytest.mark.parametrize(("content", "words"), [(None, "does not exist or is not a file"), (b"\xff\xfe", "cannot be")])
-def test_files_for_metrics_are_checked_before_any_caption(
-    tmp_path: Path,
-    bundles: list[str],
-    config: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    content: bytes | None,
-    words: str,
-) -> None:
-    captions: Any = lambda *_, **__: pytest.fail("images are captioned")  # noqa: E731
-    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", captions)
-    objects = tmp_path / "objects.txt"
-    if content is not None:
-        objects.write_bytes(content)
-    set_ = [f"evaluation.inputs.objects={objects}"]
-    with pytest.raises(UserError, match=f"objects.*{words}"):
-        if command == "evaluate":
-            evaluate(config, set_, models=bundles[:1])
-        else:
-            compare_models(bundles[:2], config, set_)
-
-
-def test_wrong_models_are_refused(tmp_path: Path, bundles: list[str], config: Path) -> None:
-    with pytest.raises(UserError, match="1 model is given"):
-        compare_models(bundles[:1], config)
-    with pytest.raises(UserError, match="--split none: no image is in it"):
-        compare_models(bundles, config, split="none")
-    (tmp_path / "runs" / "demo-1").mkdir(parents=True)
-    (tmp_path / "runs" / "demo-1" / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="demo-1 is a run without a bundle in .*/models/demo/demo-1; finish it"):
-        compare_models([bundles[0], str(tmp_path / "runs" / "demo-1")], config)
-    features = str(make_bundle(tmp_path / "features", backbone=False))
-    with pytest.raises(UserError, match="this bundle has no backbone"):
-        compare_models([bundles[0], features], config)

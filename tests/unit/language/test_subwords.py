@@ -72,13 +72,6 @@ def test_training_is_deterministic_and_does_not_depend_on_the_order() -> None:
     assert Vocabulary.train_subwords(sorted(TRAINING), 600, 2).to_json() == expected
 
 
-@pytest.mark.parametrize("size", [260, 300, 500])
-def test_the_size_is_a_limit(size: int) -> None:
-    assert 260 <= len(Vocabulary.train_subwords(TRAINING, size, 1)) <= size
-    with pytest.raises(ValueError, match="the bytes alone are 256"):
-        Vocabulary.train_subwords(TRAINING, 259, 1)
-
-
 def test_the_file_holds_the_model(tmp_path: Path) -> None:
     path = tmp_path / "vocabulary.json"
     MODEL.save(path)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from raycap.models.base import Cache, CaptionModel, Features, Memory
 from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
-from raycap.models.explain import attribution
 from raycap.models.explain.attribution import integrated_gradients
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
@@ -101,16 +100,6 @@ def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> 
     assert torch.equal(sums.sign(), found.values.sum(1).sign())
 
 
-@pytest.mark.parametrize("name", ["expansionnet_v2", "meshed_memory"])
-def test_rows_at_a_time_change_nothing_and_one_word_is_as_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, features = inputs(name)
-    whole = integrated_gradients(model, features, TOKENS, 12)
-    monkeypatch.setattr(attribution, "ROWS", 5)
-    parts, first = (integrated_gradients(model, features, tokens, 12) for tokens in (TOKENS, TOKENS[:2]))
-    torch.testing.assert_close(whole.values, parts.values)
-    torch.testing.assert_close(whole.head(1).values, first.values)
-
-
 def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None:
     model, features = inputs("transformer")
     model.train()
@@ -118,9 +107,3 @@ def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None
         found = integrated_gradients(model, Features(features.tokens * 1.0), TOKENS, 4)
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(found.values, integrated_gradients(model, features, TOKENS, 4).values), "dropout was on"
-
-
-def test_shapes_are_refused_in_words() -> None:
-    model, features = inputs("transformer")
-    with pytest.raises(ValueError, match="expected one image"):
-        integrated_gradients(model, Features(features.tokens[0]), TOKENS)

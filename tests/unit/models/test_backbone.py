@@ -10,8 +10,6 @@ from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.encoders.backbone import (
     Backbone,
     TensorDropPath,
-    load_tensors,
-    prepare_to_compile,
 )
 from tests.support.models import (
     SMALL_SWIN,
@@ -42,24 +40,6 @@ def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) >= 4, f"only {len(calls)} of 4 blocks are compiled"
 
 
-def test_blocks_with_different_drop_paths_are_one_form() -> None:
-    """Eight blocks: one without a drop path, and the others with and without a shift."""
-    backbone = Backbone(
-        BackboneConfig(**vars(SMALL_SWIN) | {"image_size": 64, "depths": (8,), "num_heads": (2,), "drop_path": 0.1})
-    )
-    prepare_to_compile(backbone)
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    for block in backbone.train().blocks:
-        block.compile(backend=backend, dynamic=False)
-    backbone(torch.randn(2, 3, 64, 64))
-    assert len(graphs) == 3
-
-
 def test_a_drop_path_with_its_rate_in_a_tensor() -> None:
     torch.manual_seed(0)
     layer, x = TensorDropPath(0.25, torch.device("cpu")), torch.ones(4000, 2, 3)
@@ -70,12 +50,3 @@ def test_a_drop_path_with_its_rate_in_a_tensor() -> None:
         x.new_tensor(1 / 0.75).item(),
     }
     assert torch.equal(dropped, dropped[:, :1, :1].expand_as(dropped))
-
-
-def test_a_swin_of_another_shape_is_refused() -> None:
-    other = Backbone(BackboneConfig(**(vars(SMALL_SWIN) | {"embed_dim": 16}))).swin.state_dict()
-    with pytest.raises(ValueError, match=r"with shape \(.*this configuration needs"):
-        load_tensors(Backbone(SMALL_SWIN), other)
-    other.pop("norm.weight")
-    with pytest.raises(ValueError, match="lacks 'norm.weight'"):
-        load_tensors(Backbone(SMALL_SWIN), other)

@@ -26,7 +26,6 @@ from raycap.models.encoders.backbone import (
     Backbone,
     image_transform,
     set_drop_path,
-    with_one_block_per_stage,
 )
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
@@ -38,7 +37,10 @@ ROOT = Path(__file__).resolve().parents[3]
 WITH_PREFIX = {"vit": 1, "vit with registers": 4, "clip": 1, "dinov2": 5, "dinov3": 5, "eva02": 1, "beit": 1, "deit": 2}
 
 
-@pytest.fixture(params=FAMILIES)
+QUICK = ("vit with registers", "swin", "convnext", "resnet", "maxvit")  # `make proof` tests the others
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.proof] * (name not in QUICK)) for name in FAMILIES])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -117,14 +119,6 @@ def test_each_family_has_timms_transform(family: str) -> None:
         image = Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
         assert torch.equal(ours(image), theirs(image)), (width, height)
     assert ImageTransform.from_description(json.loads(json.dumps(ours.describe())), size) == ours
-
-
-def test_a_very_long_image_takes_no_memory_of_its_length() -> None:
-    """The whole would have 32 * 2**20 pixels per row of the scaled image."""
-    transform = ImageTransform(32, resize_to=36, keep_aspect=True)
-    image = Image.new("RGB", (2**20, 2), "red")
-    image.paste("blue", (2**19 - 30, 0, 2**19 + 30, 2))
-    assert (transform.resize(image) == (0, 0, 255)).all()
 
 
 def step(captioner: Captioner, images: Tensor) -> Tensor:
@@ -265,19 +259,12 @@ def test_a_timm_checkpoint_with_a_classifier_is_loaded_at_another_size(family: s
     ("values", "words"),
     [
         ({"name": "vit_bas_patch16_224"}, "which timm does not know; close names: .*vit_base_patch16_224"),
-        ({"name": "hf-hub:someone/vit"}, "expected a timm name"),
-        ({"name": "../vit"}, "expected a timm name"),
         ({"name": "vit_base_patch16_clip_224.nobody"}, "whose tag timm does not know; known: .*openai"),
         ({"name": "crossvit_9_240", "image_size": 240}, "gives neither a grid nor a sequence"),
         ({"name": "pit_ti_224", "image_size": 224}, "1 tokens per image, and these form no square grid"),
         ({"name": "vit_tiny_patch16_224", "image_size": 40}, "must be a multiple of the patches' 16 px"),
-        ({"name": "vit_tiny_patch16_224", "image_size": 48, "pool": 2}, "does not divide the grid of 3 x 3"),
-        ({"name": "maxvit_tiny_tf_224", "image_size": 80}, "maxvit_tiny_tf_224 .*at|at which maxvit_tiny_tf_224"),
         ({"name": "vit_tiny_patch16_224", "window_size": 4}, "window_size does not apply to vit_tiny_patch16_224: it"),
         ({"name": "pvt_v2_b0", "embed_dim": 4}, "embed_dim does not apply to pvt_v2_b0: its sizes are fixed"),
-        ({"name": "vit_tiny_patch16_224", "depths": (1, 1)}, "has no stages; give a list of one number"),
-        ({"name": "vit_tiny_patch16_224", "embed_dim": 25}, "cannot be made at 32 px with these sizes"),
-        ({"name": "vgg11", "drop_path": 0.1}, "vgg11 has no stochastic depth"),
         ({"name": "resnet18", "weights": "pretrained", "embed_dim": 8}, "embed_dim make it another model"),
     ],
 )
@@ -285,14 +272,6 @@ def test_what_gives_no_backbone_is_refused(values: dict[str, Any], words: str) -
     with pytest.raises(ValueError, match=words) as raised:
         Backbone(BackboneConfig(**({"image_size": 32} | values)))
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000
-
-
-def test_a_thin_backbone_has_one_block_per_stage(family: str) -> None:
-    config = FAMILIES[family]
-    thin = Backbone(with_one_block_per_stage(replace(config, weights="nowhere")), with_weights=False)
-    assert thin.num_tokens == make(config).num_tokens
-    if family != "pvt":
-        assert len(thin.blocks) == len(config.depths or ()) if len(config.depths or ()) > 1 else 1
 
 
 def test_macs_are_those_of_the_literature() -> None:

@@ -7,7 +7,7 @@ import torch
 from raycap.models.base import Features
 from raycap.models.captioner import build_model
 from raycap.models.clustformer import ClustFormer
-from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.explain.cluster_groups import find_clusters, grid_groups, sequence_groups
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
@@ -72,14 +72,3 @@ def test_clusters_of_a_model_keep_the_order_of_the_features() -> None:
     two = find_clusters(regions, Features(cells[:, :10][:, order], boxes=boxes[:, order]), tokens)
     assert one is not None and two is not None and one.grid is None
     assert torch.equal(one.image[:, order], two.image) and len(one.image[0].unique()) > 1 and one.image.min() == 0
-
-
-def test_layers_without_a_matrix_and_other_systems_have_no_clusters() -> None:
-    features, tokens = Features(torch.randn(1, 16, 6)), torch.tensor([0, 4, 5])
-    some = find_clusters(model(clustered_encoder_layers=(2,), decoder_clusters="none"), features, tokens)
-    assert some is not None and some.encoder_layers == (2,) and some.decoder_layers == ()
-    assert some.image.shape == (1, 16) and some.words.shape == (0, 2)
-    assert find_clusters(model(encoder_clusters="none", decoder_clusters="none"), features, tokens) is None
-    small = {**SMALL, "static_expansion": (4,)}
-    other = build_model(ExpansionNetConfig(**small), SIZES)  # type: ignore[arg-type]
-    assert find_clusters(other, features, tokens) is None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Features
-from raycap.models.captioner import Captioner
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.models.layers import cross_bias
@@ -64,13 +61,3 @@ def _forced(model: CaptionModel, features: Features, history: Tensor) -> Tensor:
     """Log-probabilities (B, K, V) after tokens (B, K, T)."""
     logits = model.decode(model.encode(features), history.flatten(0, 1))[:, -1]
     return logits.log_softmax(-1).unflatten(0, tuple(history.shape[:2]))
-
-
-def test_a_model_of_another_kind_is_refused() -> None:
-    class Other(CaptionModel):
-        init_weights = encode = decode = init_cache = step = None  # type: ignore[assignment]
-
-    config = FORMS["transformer"]
-    captioner = make_captioner(config)
-    with pytest.raises(ValueError, match="Other has no encoder and decoder layers"):
-        EncoderGraph(Captioner(Other(replace(config), captioner.model.sizes)))

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import random
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -115,14 +114,6 @@ def test_further_tables_follow_the_scores(tmp_path: Path) -> None:
     assert "Of this machine" not in _written(tmp_path, _report())[0]
 
 
-def test_pictures_that_were_chosen_by_contrast_are_sorted_by_it(tmp_path: Path) -> None:
-    images = [_image(1, 0.2, contrast=0.1, alternatives={"b": "x"}), _image(2, 1.4, contrast=0.7)]
-    html, reader = _written(tmp_path, _report(images=images))
-    assert [option["value"] for option in reader.all("option")].count("different") == 1
-    assert re.search(r'<select name="order">\s*<option value="different">most different CIDEr-D first', html)
-    assert [card["data-difference"] for card in reader.all("li", "card")] == ["0.1", "0.7"]
-
-
 def test_the_page_shows_the_risk_and_the_reliability_of_each_split(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     confidences = generator.random(400)
@@ -168,24 +159,6 @@ def test_policy_allows_exactly_the_pages_own_script(tmp_path: Path) -> None:
     assert policy is not None and f"script-src 'sha256-{digest}';" in policy and "default-src 'none'" in policy
 
 
-def test_thumbnails_are_small_jpegs_of_the_same_shape(tmp_path: Path) -> None:
-    (tmp_path / "photo.png").write_bytes(_picture(900, 600))
-    images = [
-        ReportImage(1, tmp_path / "photo.png", "a", ["b"], 0.1, "test"),
-        ReportImage(2, _picture(64, 64), "a", ["b"], 0.2, "test"),
-    ]
-    _, reader = _written(tmp_path, _report(images=images))
-    sizes = []
-    for element in reader.all("img"):
-        data = base64.b64decode((element["src"] or "").removeprefix("data:image/jpeg;base64,"))
-        with Image.open(io.BytesIO(data)) as picture:
-            assert picture.format == "JPEG"
-            assert picture.convert("RGB").getpixel((5, 5)) == pytest.approx((200, 30, 30), abs=4)
-            sizes.append(picture.size)
-        assert sizes[-1] == (int(element["width"] or 0), int(element["height"] or 0))
-    assert sizes == [(256, 171), (64, 64)]
-
-
 @pytest.mark.parametrize(
     ("path", "reason"), [(b"", "empty file"), (b"not a picture", "not an image"), (Path("nowhere.png"), "No such file")]
 )
@@ -222,15 +195,6 @@ def test_unavailable_scores_are_explained_and_never_zero(tmp_path: Path) -> None
     text = "".join(reader.text)
     assert text.count("unavailable: java not found") == 1 and "unavailable: no reason given" in text
     assert len(reader.all("td", "none")) == 3
-
-
-def test_empty_parts_are_left_out(tmp_path: Path) -> None:
-    page = _report(score_columns=[], score_rows=[], stages=[], images=[], metadata={})
-    _, reader = _written(tmp_path, page)
-    assert reader.all("section") == [] and reader.all("li") == []
-    _, reader = _written(tmp_path, _report(images=[_image(1, None)], stages=[ReportStage("xe", {"loss": []})]))
-    assert [section["id"] for section in reader.all("section")] == ["scores", "training", "gallery", "about"]
-    assert any("recorded no values" in text for text in reader.text) and "not scored" in reader.text
 
 
 @given(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import RewardName
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
 from raycap.pipeline.training.rewards.stage_reward import REWARDS, WORD_REWARDS, WeightedReward
-from tests.conftest import small_config
 from tests.support.scripts import scene_texts
 
 METRICS = {"bleu1": "BLEU-1", "bleu2": "BLEU-2", "bleu3": "BLEU-3", "bleu4": "BLEU-4", "rouge_l": "ROUGE-L"}
@@ -100,23 +96,3 @@ def test_length_and_repetition_are_counts() -> None:
 
 def test_configurations_name_all_rewards() -> None:
     assert get_args(RewardName) == REWARDS
-
-
-def with_scst(folder: Path, **keys: Any) -> Any:
-    stages = small_config(folder)["stages"]
-    stages[2]["scst"] |= keys
-    return parse_config(small_config(folder, stages=stages))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"reward": {}}, "stages.scst_frozen.scst: reward is {}; give one reward or more a weight other than 0"),
-        ({"reward": {"bleu": 1}}, "stages.scst_frozen.scst.reward = 'bleu': input should be 'ciderd', 'bleu1', "),
-        ({"divide_by_deviation": True, "baseline": "greedy"}, "stages.scst_frozen.scst: divide_by_deviation needs"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        with_scst(tmp_path, **keys)
-    assert message in str(error.value)

@@ -93,17 +93,3 @@ def test_a_follower_reads_across_parts_and_waits_for_whole_lines(tmp_path: Path)
             file.write(part)
         seen += [entry["step"] for entry in follower.new()]
     assert seen == list(range(1, 32))
-
-
-def test_a_new_follower_returns_steps_that_an_earlier_attempt_lost(tmp_path: Path) -> None:
-    """Steps 2 and 3 of a first attempt were lost; the second attempt, which had repeated 2, dies as well."""
-    folder = tmp_path / "journal"
-    first = Journal(folder, "a", 0)
-    for step in (1, 2, 3):
-        first.write("train", step, {})
-    Journal(folder, "a", 1).write("train", 2, {})
-    follower = Follower(folder)
-    third = Journal(folder, "a", 2)
-    for step in (3, 4):
-        third.write("train", step, {})
-    assert [entry["step"] for entry in follower.new()] == [3, 4]

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-import pty
 import re
-import select
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +19,6 @@ from raycap.pipeline.runtime.log import (
     progress,
     set_rank,
 )
-from tests.conftest import ROOT
 
 LOGGER = logging.getLogger("raycap.pipeline.example")
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
@@ -121,39 +114,3 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
         for _ in range(4):
             advance(10)
     assert capsys.readouterr().out == "captions  30/40 images, 5.0 images/s, 2 s left\n"
-
-
-def test_a_terminal_has_a_bar_below_the_lines(tmp_path: Path) -> None:
-    """In a pseudo-terminal: the bar is drawn, lines appear, and only the file has the lines of the progress."""
-    code = (
-        "import logging, sys, time; from pathlib import Path\n"
-        "from raycap.pipeline.runtime import log\n"
-        "log.LINE_EVERY_S = 0.0; log.configure_logging()\n"
-        "with log.log_file(Path(sys.argv[1])), log.progress('features', 4) as advance:\n"
-        "    for _ in range(4):\n"
-        "        advance(1); logging.getLogger('raycap.jobs.x').info('a line of the log'); time.sleep(0.3)\n"
-    )
-    screen = _run_in_a_terminal([sys.executable, "-c", code, str(tmp_path / "run.log")])
-    assert "a line of the log" in screen and "━" in screen and "/4" in screen
-    assert "s left" not in screen
-    assert (tmp_path / "run.log").read_text().count("s left") == 4
-
-
-def _run_in_a_terminal(command: list[str]) -> str:
-    leader, follower = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=follower, stderr=follower, env=environment, close_fds=True)
-    os.close(follower)
-    screen, until = b"", time.monotonic() + 60
-    try:
-        while time.monotonic() < until and select.select([leader], [], [], 60)[0]:
-            try:
-                part = os.read(leader, 65536)
-            except OSError:  # Linux: the other end is closed
-                break
-            screen += part
-        assert process.wait(10) == 0, screen.decode()
-    finally:
-        process.kill()
-        os.close(leader)
-    return screen.decode()

@@ -7,7 +7,6 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,14 @@ import open_clip
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import BertModel, RobertaModel
 
 from raycap.jobs.score import score
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import TextEncoderSection
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import encoders, grounding
 from raycap.pipeline.evaluation.scores.encoders import BertEncoder
 from raycap.pipeline.evaluation.scores.grounding import bert_score, image_similarity, with_references
-from raycap.pipeline.runs.preflight import check_score_inputs
-from tests.conftest import small_config
 from tests.support.golden import GOLDEN
 
 FOLDER = GOLDEN / "bert_score"
@@ -156,14 +151,6 @@ def made_up(num_images: int, seed: int) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta"])
-def test_ids_are_those_of_the_slow_tokenizers(name: str) -> None:
-    texts = [*EXPECTED["captions"], *(text for image in EXPECTED["references"] for text in image)]
-    expected = [ids for part in EXPECTED["ids"][name] for ids in part]
-    assert [list(ids) for ids in encoder(name).ids(texts)] == expected
-    assert max(map(len, expected)) == EXPECTED["max_tokens"] and min(map(len, expected)) == 2
-
-
 @pytest.mark.parametrize("key", EXPECTED["scores"])
 def test_scores_are_those_of_the_package_bert_score(key: str) -> None:
     name, layer, idf, kind = key.split(", ")
@@ -239,52 +226,3 @@ def test_score_computes_bert_score(folder: Path) -> None:
     for name, row in zip(BERT_NAMES, (2, 0, 1), strict=True):
         assert rescaled.by_name[name].per_image == pytest.approx(expected[row].tolist(), abs=3e-6)
     assert re.search(rf"\|bert:{digests}-L1-idf-rescaled-[0-9a-f]{{10}}\|raycap:", rescaled.signature)
-
-
-def without_weights(model: Path, name: str | None = None, value: float = math.nan) -> None:
-    tensors = load_file(model / "model.safetensors")
-    tensors.pop("embeddings.word_embeddings.weight") if name is None else tensors[name].fill_(value)
-    save_file(tensors, model / "model.safetensors")
-
-
-def pickled_weights(model: Path) -> None:
-    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
-    (model / "model.safetensors").unlink()
-
-
-def with_config(**values: Any) -> Callable[[Path], object]:
-    def change(model: Path) -> None:
-        path = model / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda model: (model / "config.json").unlink(), "model cannot be used"),
-        (with_config(model_type="gpt2"), "neither bert nor roberta"),
-        (with_config(num_hidden_layers=0), "it has 0 layers; set evaluation.inputs.bert.layer"),
-        (pickled_weights, "model cannot be used"),
-        (without_weights, "model.safetensors lacks embeddings.word_embeddings.weight"),
-        (lambda model: without_weights(model, "encoder.layer.0.output.dense.bias"), "not finite"),
-        (lambda model: (model / "tokenizer.json").write_text("{}"), "tokenizer.json cannot be used"),
-        (lambda model: (model.parent / "baseline.tsv").write_text("LAYER,P,R,F\n0,0,0,0\n"), "no baseline of layer 1"),
-    ],
-)
-def test_what_is_no_model_is_unavailable(folder: Path, change: Callable[[Path], object], words: str) -> None:
-    change(folder / "model")
-    if (folder / "baseline.tsv").exists():
-        change_inputs(folder, baseline=str(folder / "baseline.tsv"))
-    scores = run_score(folder, BERT_NAMES)
-    assert words in (scores.by_name["BERTScore"].unavailable or ""), scores.by_name
-    assert scores.values["BERTScore"] is None and "bert:" not in scores.signature
-
-
-def test_missing_files_are_found_before_a_run(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER / "bert", tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    inputs = {"bert": {"folder": str(tmp_path / "model"), "layer": 2}}
-    with pytest.raises(UserError, match=r"evaluation.inputs.bert.folder/tokenizer.json: .* does not exist"):
-        check_score_inputs(parse_config(small_config(tmp_path) | {"evaluation": {"inputs": inputs}}))

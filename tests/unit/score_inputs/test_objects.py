@@ -34,37 +34,6 @@ def test_files_are_read(tmp_path: Path) -> None:
     assert read_instances(write(tmp_path / "instances.json", INSTANCES), names) == {7: {"dog", "traffic light"}}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("", "is empty"),
-        ("dog, , cat", "the name ''"),
-        ("dog, puppy\ncat, puppy", "'puppy' to 'dog' and to 'cat'"),
-        ("a" * 300, "expected 1 to 200 characters"),
-    ],
-)
-def test_malformed_words_are_refused(content: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        read_names(write(tmp_path / "names.txt", content))
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ([], "has no COCO annotations of objects"),
-        ({"categories": []}, "KeyError: 'annotations'"),
-        (INSTANCES | {"annotations": [{"image_id": 7, "category_id": 2}]}, "KeyError: 2"),
-        (INSTANCES | {"annotations": [{"image_id": [], "category_id": 1}]}, "TypeError"),
-        ({"categories": [{"id": 1, "name": "kite"}], "annotations": []}, "the categories kite, which are not in"),
-    ],
-)
-def test_malformed_instances_are_refused(content: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        read_instances(
-            write(tmp_path / "instances.json", content), {"dog": ("dog",), "traffic light": ("traffic light",)}
-        )
-
-
 @pytest.mark.parametrize("language", GRAMMARS)
 def test_objects_of_the_synthetic_data_set_are_those_of_its_scenes(language: str) -> None:
     """In every language the references name the shapes of the scene and no others."""

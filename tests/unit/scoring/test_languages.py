@@ -9,8 +9,6 @@ import pytest
 
 from benchmarks.reference_cider import PlainCiderD
 from raycap.pipeline.data.language.tokenizers import characters, unicode_words
-from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences, in_language
-from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.support.scripts import scene_texts
 
@@ -49,23 +47,3 @@ def plain_bleu_1(references: list[list[list[str]]], predictions: list[list[str]]
         guesses += len(prediction)
         closest += min((abs(len(caption) - len(prediction)), len(caption)) for caption in captions)[1]
     return matches / guesses * min(1.0, math.exp(1 - closest / guesses))
-
-
-def test_signatures_name_the_tokenizer_and_the_language() -> None:
-    references, predictions = captions_of("hi")
-    signatures = {
-        language: score_captions(references, predictions, metrics=("CIDEr-D",), language=language).signature
-        for language in ("en", "de", "fr", "zh")
-    }
-    assert signatures["en"].startswith(f"tok:{ptb.SIGNATURE}|df:corpus(12 images)|")
-    assert signatures["de"].startswith("tok:unicode-1|lang:de|df:corpus(12 images)|")
-    assert signatures["zh"].startswith("tok:characters-1|lang:zh|df:")
-    assert len(set(signatures.values())) == 4
-
-
-def test_protocols_of_other_languages_differ_and_the_difference_is_named() -> None:
-    english, german = Protocol("a"), in_language(Protocol("a"), "de")
-    assert differences(english, german) == [("captions in en", "captions in de"), ("PTB tokens", "unicode tokens")]
-    assert differences(german, in_language(Protocol("a"), "fr")) == [("captions in de", "captions in fr")]
-    assert german.signature == "a, captions in de, unicode tokens, document frequencies of the scored split"
-    assert "captions in" not in english.signature and in_language(english, "en") == english

@@ -57,33 +57,3 @@ def test_folders_without_texts_are_left_out(tmp_path: Path, images: list[Caption
     found = survey(str(tmp_path))
     assert found.keys["sources"] == [{"annotations": "one"}, {"annotations": "two"}]
     assert len(found.dataset) == 60
-
-
-def test_a_table_in_a_lower_folder_is_found(tmp_path: Path, images: list[Captioned]) -> None:
-    for split in ("train", "val", "test"):
-        FORMS["metadata.jsonl"](tmp_path / split, [image for image in images if image.split == split])
-    (tmp_path / "stats.jsonl").write_text('{"loss": 1}\n')
-    found = survey(str(tmp_path))
-    assert len(found.dataset) == 60
-
-
-def test_a_split_by_the_name_of_the_file_is_not_divided(tmp_path: Path, images: list[Captioned]) -> None:
-    FORMS["coco"](tmp_path, [image._replace(split="train2017") for image in images])
-    with pytest.raises(UserError, match=r"put all 60 images into the split train, .*set data.split_lists"):
-        survey(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.csv", b"image;caption\nx.jpg;a cat\n", "has one column, 'image;caption'; separate the columns by commas"),
-        ("a.csv", b"image,caption\nhttps://h/x.jpg,a cat\n", "names images on the web such as .*x.jpg; download them"),
-        ("a.csv", b"image,words\nx.jpg,a cat\n", "set data.columns.captions.; the columns are image, words"),
-        ("a.tar.gz", b"\x1f\x8b" + b"x" * 600, "unpack it to a plain tar"),
-    ],
-)
-def test_messages_name_the_remedy(tmp_path: Path, name: str, content: bytes, message: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    (tmp_path / "x.jpg").write_bytes(b"x")
-    with pytest.raises(UserError, match=message):
-        survey(str(tmp_path))

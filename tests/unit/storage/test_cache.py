@@ -53,17 +53,6 @@ def size(found: ShardCache) -> int:
     return cache.used_bytes(found.folder)
 
 
-def test_a_cache_takes_half_of_what_is_free(disk: Disk, sources: list[tuple[StoragePath, int, str]]) -> None:
-    assert shard_cache(None).limit == 4500, "half of the disk without the reserve"
-    disk(8000)
-    assert shard_cache(None).limit == 500 and image_cache(None).limit == 500 // 256
-    assert shard_cache(800).limit == 800, "a configured limit may take more than half"
-    assert shard_cache(5000).limit == 1000, "and never more than the disk has"
-    disk(9500)
-    assert shard_cache(None).limit == shard_cache(5000).limit == 0
-    assert shard_cache(None).get(*sources[0]) is None
-
-
 def test_processes_share_a_cache_without_filling_the_disk(
     disk: Disk, sources: list[tuple[StoragePath, int, str]]
 ) -> None:
@@ -77,21 +66,6 @@ def test_processes_share_a_cache_without_filling_the_disk(
         calls = [pool.submit(found.get, *source) for source in sources for found in (first, second)]
         assert all(call.result() is not None for call in calls)
     assert size(first) <= first.limit
-
-
-def test_what_other_programs_write_takes_room_from_the_cache(
-    disk: Disk, sources: list[tuple[StoragePath, int, str]]
-) -> None:
-    found = shard_cache(None)
-    for source in sources[:15]:
-        found.get(*source)
-    disk(DISK - 1000 - 10 * 300)  # room for ten files beside the reserve
-    assert found.get(*sources[20]) is not None
-    assert size(found) == 10 * 300
-    disk(DISK - 1000 - 100)
-    assert found.get(*sources[21]) is None
-    image = ImageCache(found.folder, 256 * found.limit)
-    assert image.read(sources[21][0], sources[21][2]) == bytes([21]) * 300, "read without the cache"
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?"])

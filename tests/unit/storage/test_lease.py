@@ -149,13 +149,6 @@ def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
     assert taken(where, 0.3).token == 6
 
 
-def test_a_lease_much_longer_than_the_caller_s_is_not_taken(folder: StoragePath) -> None:
-    """Its holder may be alive and renew it seldom."""
-    where = folder / "lease.json"
-    held = taken(where, 30)
-    assert take_lease(where, 0.01) == held._record
-
-
 def test_a_late_holder_finds_that_the_lease_has_passed_on(folder: StoragePath) -> None:
     where = folder / "lease.json"
     early = taken(where, 0.01)

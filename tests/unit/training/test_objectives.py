@@ -40,15 +40,6 @@ def test_label_smoothing_is_a_divergence_from_the_smoothed_target(size: int, smo
     assert float(fast) == pytest.approx(slow, rel=1e-10, abs=1e-10)
 
 
-def test_the_signature_names_the_setting() -> None:
-    assert ScstSection().signature == "STANDARD_wInit+Cider-D[n4,s6.0]+average[nspi5]+1.0.0"
-    meshed = ScstSection(sampler="beam", baseline="mean", eos_in_reward=False, document_frequency="captions")
-    assert meshed.signature == "NO<EOS>MODE_wInit+Cider-D[n4,s6.0]+average_all[beam5]+1.0.0|document_frequency:captions"
-    assert ScstSection(eos_in_loss=False).signature.endswith("+1.0.0|eos_in_loss:false")
-    mixed = ScstSection(reward={"length": -0.01, "ciderd": 1}, kl=0.05, divide_by_deviation=True)
-    assert mixed.signature.endswith("+1.0.0|divide_by_deviation:true|kl:0.05|reward:1*ciderd+-0.01*length")
-
-
 def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
     """The loss of a tiny Transformer on two images, and the log-probabilities (2, 3) of the sampled captions."""
     torch.manual_seed(0)
