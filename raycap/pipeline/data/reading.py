@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
-from raycap.pipeline.data.content_keys import take_snapshot
+from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
@@ -61,11 +61,11 @@ _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "v
 _NUM_THREADS = 8
 
 
-def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {path: reason} of images that cannot be read."""
+def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {path: reason} of images that cannot be read. hash_files: `take_snapshot`."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
-    return snapshot_of(dataset, config)
+    return snapshot_of(dataset, config, hash_files)
 
 
 def read_data(config: RunConfig) -> Dataset:
@@ -110,10 +110,12 @@ def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, Sto
     return config.working_path / name, config.home(name)
 
 
-def snapshot_of(dataset: Dataset, config: RunConfig, listing: pa.Table | None = None) -> tuple[Dataset, dict[str, str]]:
+def snapshot_of(
+    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None, listing: pa.Table | None = None
+) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
 
-    listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
+    hash_files, listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
     are the content keys.
     """
     if not config.has_backbone:
@@ -122,7 +124,8 @@ def snapshot_of(dataset: Dataset, config: RunConfig, listing: pa.Table | None = 
     image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
-    return take_snapshot(dataset, manifest, config.storage.options, listing, config.features.cache_bytes)
+    hash_files = hash_files or partial(hash_with_threads, cache_bytes=config.features.cache_bytes)
+    return take_snapshot(dataset, manifest, config.storage.options, hash_files, listing)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
