@@ -20,12 +20,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from raycap.jobs.options import Set
 from raycap.jobs.submit import Job, submit, used_variables
+from raycap.models.config import Values
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
 from raycap.pipeline.cluster.start import cluster_address, connect, stage_bundles
 from raycap.pipeline.config.load import parse_config, read_values
@@ -328,7 +329,7 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
 
 
 def _ask(
-    alive: Mapping[str, dict[str, Any]], uses_gpus: bool, probe: tuple[StoragePath, str] | None
+    alive: Mapping[str, Values], uses_gpus: bool, probe: tuple[StoragePath, str] | None
 ) -> tuple[dict[str, list[Finding]], dict[str, str]]:
     """Calls `check_node` on all nodes at once. alive: {node: its entry of `ray.nodes`}.
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -305,9 +305,7 @@ def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dat
     return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
 
 
-def evaluate_ensemble(
-    config: RunConfig, folders: Sequence[RunFolder], address: str | None
-) -> Mapping[str, Mapping[str, Any]]:
+def evaluate_ensemble(config: RunConfig, folders: Sequence[RunFolder], address: str | None) -> Mapping[str, Values]:
     """Scores the ensemble of complete runs on the test splits. Returns the entries of its scores.json by split.
 
     The results are in the folder `ensemble` of the runs' `group_place`. An ensemble is scored again only if a report
@@ -327,7 +325,7 @@ def evaluate_ensemble(
             scores = evaluator.evaluate(bundles, folder)
             write_results(folder, scores, settings, label=_label(config, bundles, ())[0])
         stored = scores.to_json()
-    entries: Mapping[str, Mapping[str, Any]] = stored["splits"]
+    entries: Mapping[str, Values] = stored["splits"]
     return entries
 
 

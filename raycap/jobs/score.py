@@ -29,10 +29,6 @@ from raycap.pipeline.storage.atomic import atomic_path, write_text
 
 # Options of the command
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write scores, signature and extras to this JSON file.")]
-Metrics = Annotated[
-    list[str] | None,
-    typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
-]
 Language = Annotated[str, typer.Option(help="Of the captions, as a code such as en, de or zh; decides their words.")]
 Images = Annotated[
     Path | None, typer.Option(help="The folder of the images that the references name, for CLIPScore and PAC-S.")
@@ -48,7 +44,10 @@ def score(
     json_file: JsonFile = None,
     per_image: Annotated[Path | None, typer.Option(help="Write a CSV file with one row per image.")] = None,
     split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
-    metrics: Metrics = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
+    ] = None,
     language: Language = ENGLISH,
     inputs: Annotated[Path | None, typer.Option(help="A YAML file with the keys of evaluation.inputs.")] = None,
     images: Images = None,

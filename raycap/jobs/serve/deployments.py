@@ -22,6 +22,7 @@ from ray.serve._private import replica
 from ray.serve.config import AutoscalingConfig, HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
+from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.batcher import Batcher
@@ -132,7 +133,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
     size = arguments.batch_size
-    scaling: dict[str, Any] = {"num_replicas": arguments.replicas}
+    scaling: Values = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
         target = 2 * size  # one batch is captioned, and the next one waits

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from raycap.models.config import Values
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.confidence import Quality
@@ -316,7 +317,7 @@ def round_values(low: float, high: float, about: int) -> list[float]:
     return [float(f"{index * distance:.12g}") for index in range(first, last + 1)]
 
 
-def _cards(images: Sequence[ReportImage], *, seed: str) -> list[dict[str, Any]]:
+def _cards(images: Sequence[ReportImage], *, seed: str) -> list[Values]:
     """The template's values for each picture, lowest score first. Pictures without a score are last."""
     positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
@@ -350,14 +351,14 @@ def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
     return base64.b64encode((255 * levels).astype(np.uint8).tobytes()).decode("ascii")
 
 
-def _aspect_ratio(cards: Sequence[dict[str, Any]]) -> float:
+def _aspect_ratio(cards: Sequence[Values]) -> float:
     """Width divided by height of the gallery's cells: the median of the pictures, limited to 1 to 4/3."""
     thumbnails = [card["thumbnail"] for card in cards if "uri" in card["thumbnail"]]
     ratios = [thumbnail["width"] / thumbnail["height"] for thumbnail in thumbnails]
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
-def _thumbnail(image: ReportImage) -> dict[str, Any]:
+def _thumbnail(image: ReportImage) -> Values:
     """A picture as a small JPEG: {"uri": a data URI, "width", "height", "is_small"}; or {"problem": why it fails}."""
     try:
         data = image.path if isinstance(image.path, bytes) else read_image_file(storage_path(image.path), image.key)
