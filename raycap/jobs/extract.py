@@ -25,6 +25,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
+from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
         if stored.is_remote:
             stored.upload(path)
     elif stored.is_remote:
-        stored.download(path)
+        with atomic_path(path, durable=False) as temporary:
+            stored.download(temporary)
     return path
 
 

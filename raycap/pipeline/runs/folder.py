@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -37,6 +38,7 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
+_BUILDING = Lock()
 TOKENS = "tokens"  # the ids of the captions in data.arrow
 # The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
@@ -111,13 +113,21 @@ class RunMetadata:
         """
         try:
             if (found := values.get("results_version")) == RESULTS_VERSION:
-                return TypeAdapter(RunMetadata).validate_python(values)
+                with _BUILDING:
+                    checks = _metadata_checks()
+                return checks.validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
             raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
         raise OtherVersionError(
             f"{name} was written by a version of raycap with other results (its results_version is {found}, and "
             f"{RESULTS_VERSION} here); use that version, or remove the folder"
         )
+
+
+@cache
+def _metadata_checks() -> TypeAdapter[RunMetadata]:
+    """The checks of run.json. Pydantic parses docstrings for them, which Python 3.11 cannot do in two threads at once."""
+    return TypeAdapter(RunMetadata)
 
 
 @dataclass(frozen=True)
