@@ -267,7 +267,10 @@ class RunFolder:
         if not path.is_file():
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
-            return dict(read_json(path))
+            summary = dict(read_json(path))
+            if missing := {"table", "durations", "scores", "tracked"} - summary.keys():
+                raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+            return summary
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
         """Names a file that the run needs, if reading it fails in the context."""
