@@ -212,7 +212,7 @@ class Retraining:
         return NewData((dataset, unreadable), with_keys(listing, usable), record)
 
     def _nothing_new(self, change: Change) -> int:
-        """Ends a retraining without new data, and sends the tracker what it lacks of the last decision."""
+        """Ends a retraining that has no new data, and sends the tracker what it lacks of the last decision."""
         logger.info(f"nothing new since decision {self.state.number} (files: {change}); the champion stays")
         update_tracker(self.config, self.store, self.state)
         return 0
@@ -423,7 +423,7 @@ def _run_of(client: Any, experiment: str, run_id: str) -> Any:
 def _set_alias(client: Any, name: str, alias: str, run: Any) -> None:
     """Points an alias of a registered model at the version of MLflow's run; removes it without a run or version.
 
-    A run has none while the tracker lacks it (`raycap sync` sends it).
+    A run has no version until the tracker has received its model, which `raycap sync` sends.
     """
     versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
     version = str(versions[0].version) if versions else None

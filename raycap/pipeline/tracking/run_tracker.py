@@ -199,17 +199,16 @@ class SentRecord:
 def stored_records(folder: RunFolder) -> Values:
     """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
 
-    Empty, with a warning, for a damaged file: everything is then sent again to the same runs in MLflow.
+    For a damaged file it is empty, with a warning. Everything is then sent again, to the same runs in MLflow.
     """
     path = folder.path / SENT_FILE
     if not path.is_file():
         return {}
     with contextlib.suppress(DamagedError):
         records, keys = read_json(path), {"parent", "stages", "sent"}
-        if isinstance(records, dict) and all(
-            isinstance(each, dict) and keys <= each.keys() for each in records.values()
-        ):
-            return records
+        values = records.values() if isinstance(records, dict) else [None]
+        if all(isinstance(each, dict) and keys <= each.keys() for each in values):
+            return dict(records)
     logger.warning(f"{path} is damaged; the tracker gets everything of this run again")
     return {}
 
