@@ -130,7 +130,7 @@ def save_bundle(
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
-    protocol: of the model's training, and of the search by which it is evaluated. info: JSON values such as scores, run
+    protocol: how it was trained, and with which search it is scored. info: JSON values such as scores, run
     id and versions, for config.yaml and the card.
     Raises ValueError if the model needs a vocabulary of another size.
     """
