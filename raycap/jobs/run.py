@@ -106,16 +106,17 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`. Many new images are read by an extraction, if the first stage needs its features.
+    """The result of `find_data`. If the first stage needs stored features, an extraction reads many new images.
 
     Otherwise threads of this process read the new images.
     """
-    reads_images = config.stages[0].train_backbone or config.features.store == "never"
-    if not config.has_backbone or config.init_from is not None or config.features.views or reads_images:
-        return find_data(config)
-    with TemporaryDirectory(prefix="raycap-") as scratch:
-        weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
-        return find_data(config, hash_and_extract(config, weights, start))
+    needs_features = not config.stages[0].train_backbone and config.features.store != "never"
+    can_extract = config.has_backbone and config.init_from is None and not config.features.views
+    if needs_features and can_extract:
+        with TemporaryDirectory(prefix="raycap-") as scratch:
+            weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
+            return find_data(config, hash_and_extract(config, weights, start))
+    return find_data(config)
 
 
 @contextmanager

@@ -404,11 +404,16 @@ FORMATS = {
 
 def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
     """Adds the images of annotation files to `rows`, in their order. name: a key of `FORMATS`, or "auto"."""
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # the headers of an archive on S3 are many requests
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(sources), _NUM_THREADS):
             part = sources[start : start + _NUM_THREADS]
-            for source, (form, data) in zip(part, pool.map(partial(_open, name), part), strict=True):
+            forms = {_form_by_name(source) if name == "auto" else name for source in part}
+            # The headers of an archive on S3 are many requests. A JSON file takes much memory: one is open at a time.
+            opened = (pool.map if forms == {"webdataset"} else map)(partial(_open, name), part)
+            for source in part:
+                form, data = next(opened)
                 FORMATS[form].add(source, data, rows)
+                del data
 
 
 def _open(name: str, source: Source) -> tuple[str, Any]:

@@ -412,7 +412,7 @@ class ShardWriter:
         return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.
+        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype; and (B,) True where finite.
 
         Both are computed on the device (`FeatureComputer.batches`).
         """

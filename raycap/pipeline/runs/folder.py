@@ -277,7 +277,10 @@ class RunFolder:
         if not path.is_file():
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
-            return dict(read_json(path))
+            values = dict(read_json(path))
+            if missing := sorted({"table", "tracked", "scores", "durations"} - values.keys()):
+                raise ValueError(f"it has no {', '.join(missing)}")
+            return values
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
         """Names a file that the run needs, if reading it fails in the context."""
@@ -368,12 +371,13 @@ class RunFolder:
         return self._initial_weights(part)
 
     def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
-        """The file with the best weights of a part; None if the stage did not train it."""
+        """The file with the best weights of a part; None if the stage did not train it. Raises DamagedError."""
         folder = self.stage(stage.name)
         best = folder / f"best-{result.best_step}"
-        if not (best / "model.safetensors").is_file():  # which every stage trains
-            remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
-            raise DamagedError(f"{best / 'model.safetensors'} is missing; {remedy}")
+        for trained in ("model", part) if stage.train_backbone else ("model",):
+            if not (file := best / f"{trained}.safetensors").is_file():
+                remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
+                raise DamagedError(f"{file} is missing; {remedy}")
         return path if (path := best / f"{part}.safetensors").is_file() else None
 
     def _initial_weights(self, part: str) -> Path:
