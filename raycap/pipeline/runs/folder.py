@@ -126,7 +126,7 @@ class RunMetadata:
 
 @cache
 def _metadata_checks() -> TypeAdapter[RunMetadata]:
-    """The checks of run.json. Pydantic parses docstrings for them, which Python 3.11 cannot do in two threads at once."""
+    """Checks of run.json. Pydantic parses docstrings for them, which Python 3.11 cannot do in two threads at once."""
     return TypeAdapter(RunMetadata)
 
 
