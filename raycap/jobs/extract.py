@@ -22,9 +22,10 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.extraction import extract_features, with_views
+from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
+from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.weights import save_weights
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def extract(
     start = partial(start_extraction, run_config, address)
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
-        dataset, unreadable = snapshot_of(dataset, run_config)
+        hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
+        dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
         if unreadable and not len(dataset.readable()):  # the path is probably wrong; the files are not all damaged
             uri, reason = next(iter(unreadable.items()))
             raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
@@ -112,7 +114,8 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
         if stored.is_remote:
             stored.upload(path)
     elif stored.is_remote:
-        stored.download(path)
+        with atomic_path(path, durable=False) as temporary:
+            stored.download(temporary)
     return path
 
 

@@ -78,9 +78,9 @@ class JournalPrinter:
             self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def _warn_of_zero(self, stage: str) -> None:
-        """Warns once if a stage of SCST begins with a model whose captions have nothing in common with the references.
+        """Warns once if SCST starts from a validation CIDEr-D near zero.
 
-        The score is that of the stage before, or after `init_from` the first one of the stage itself.
+        This score is that of the stage before or, after `init_from`, the first of the stage itself.
         """
         journal = read_journal(self.folder.journal)
         scores = [each for each in journal if each["kind"] == "validation"]

@@ -14,7 +14,7 @@ from raycap.pipeline.cluster.start import check_address
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
@@ -40,8 +40,7 @@ class RayWork:
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""
-        if bundle_digests(fetched(bundle), tuple(files)) != files:
-            raise OSError(f"{bundle} is not what it was when it was written; restore it from a copy")
+        StoredBundle(bundle, files).fetch()
         search = {key: getattr(config.evaluation, key) for key in SEARCH_KEYS}  # also if a bundle records another one
         settings = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=search)})
         scores = evaluate([bundle], {HELD_OUT: part}, settings, self.address, Options(metrics=("CIDEr-D",)))

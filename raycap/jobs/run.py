@@ -10,8 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from raycap.jobs.evaluate import evaluate_ensemble
+from raycap.jobs.extract import initial_weights
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
 from raycap.jobs.seeds import seed_configs, summarize_runs
@@ -32,7 +34,7 @@ from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.features.extraction import describe_features, extract_features
+from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
 from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
@@ -68,7 +70,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
-    folder = prepare(config, data)
+    folder = prepare(config, data or find_run_data(config, address))
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -103,6 +105,20 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     return folder
 
 
+def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
+    """The result of `find_data`. If the first stage needs stored features, an extraction reads many new images.
+
+    Otherwise threads of this process read the new images.
+    """
+    needs_features = not config.stages[0].train_backbone and config.features.store != "never"
+    can_extract = config.has_backbone and config.init_from is None and not config.features.views
+    if needs_features and can_extract:
+        with TemporaryDirectory(prefix="raycap-") as scratch:
+            weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
+            return find_data(config, hash_and_extract(config, weights, start))
+    return find_data(config)
+
+
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
     """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
@@ -121,7 +137,7 @@ def run_log(folder: RunFolder) -> Iterator[None]:
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
     """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
-    folder = prepare(config)
+    folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
             RunDriver(folder, address).train()
@@ -474,7 +490,7 @@ def run_seeds(config: RunConfig, count: int, address: str | None, *, with_ensemb
 
     Runs that are complete are not repeated. with_ensemble: also captions the test splits with the ensemble of all runs.
     """
-    configs, data = seed_configs(config, count), find_data(config)
+    configs, data = seed_configs(config, count), find_run_data(config, address)
     folders = []
     for number, each in enumerate(configs, 1):
         logger.info(f"seed {each.seed}    run {number} of {count}")

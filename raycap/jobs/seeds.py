@@ -14,10 +14,11 @@ from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Seed
 from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, run_protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.reports.report import published_table, write_summary
-from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, Spread, format_table
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 HOUR_S = 3600.0
 SCRATCH = ".ray"  # the folder in a run's log folder for files that Ray Train demands and raycap does not use
 STOP = "stop"  # the file in a run's log folder that names the driver whose workers must stop
-NUM_STARTS = 5  # how often Ray Train tries in one attempt to start workers again that did not start within a minute
+NUM_STARTS = 5  # starts that Ray Train tries per attempt; one that takes over a minute has failed
 
 
 class StageFailedError(JobFailedError):

@@ -549,7 +549,7 @@ class MaskTokenClustFormer(ClustFormer):
         check_positions(length, self.sizes.max_positions)
         if self.masks is not None:
             self.masks.begin_pass(length)
-        # row t of a caption has the tokens up to t, and the mask token at t + 1 and (hidden) after it
+        # row t: the tokens 0 to t, the mask token at t + 1, and hidden mask tokens after it
         is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
         prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)[:, None].expand(-1, length, -1)
         prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The errors that end a command with one sentence in place of a traceback."""
+"""The errors that end a command, or explain a missing score, with one sentence in place of a traceback."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class DamagedError(JobFailedError):
 
 class OtherVersionError(UserError):
     """A folder was written by a version of raycap whose results are not those of this one."""
+
+
+class UnavailableError(Exception):
+    """A metric has no value for these captions. The message is the reason."""
 
 
 def cause_of(error: BaseException) -> BaseException:

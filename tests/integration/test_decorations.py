@@ -27,8 +27,8 @@ def meteor(predictions: list[Any], *_: Any) -> tuple[float, list[float]]:
     return 0.25, [0.25] * len(predictions)
 
 
-def spice(predictions: list[Any], *_: Any) -> tuple[list[float], dict[str, float | None]]:
-    return [0.5] * len(predictions), {}
+def spice(predictions: list[Any], *_: Any) -> list[float]:
+    return [0.5] * len(predictions)
 
 
 @pytest.fixture

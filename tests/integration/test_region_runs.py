@@ -110,5 +110,5 @@ def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: p
     scores = RayWork(None).evaluate(storage_path(bundle), bundle_digests(bundle), part, folder.config)
     assert sorted(scores.captions) == sorted(part.column("image_id")) and all(scores.captions.values())
     assert scores.values["CIDEr-D"] is not None
-    with pytest.raises(OSError, match="is not what it was when it was written"):
+    with pytest.raises(OSError, match="is missing or has changed"):
         RayWork(None).evaluate(storage_path(bundle), {"model.safetensors": "0"}, part, folder.config)

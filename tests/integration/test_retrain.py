@@ -205,6 +205,22 @@ def test_a_rollback_restores_the_previous_champion(world: World) -> None:
 
 
 @ON_DISK_AND_S3
+def test_a_rollback_to_a_damaged_bundle_changes_nothing(world: World) -> None:
+    first(world)
+    former = world.store.read().champion
+    world.add("train", 20, range(3, 8))
+    world.call()
+    promoted = world.store.read()
+    assert former is not None and promoted.number == 2
+    model = world.storage / former.bundle / "model.safetensors"
+    for damage in (lambda: model.write_bytes(b"{}"), model.delete):
+        damage()
+        with pytest.raises(OSError, match=r"model.safetensors is missing or has changed; restore"):
+            rollback(world.config)
+        assert world.store.read().champion == promoted.champion and world.store.read().number == 2
+
+
+@ON_DISK_AND_S3
 def test_a_rollback_fences_out_a_running_retraining(world: World) -> None:
     first(world)
     world.add("train", 20, range(3, 8))
@@ -223,9 +239,24 @@ def test_a_rollback_fences_out_a_running_retraining(world: World) -> None:
     sound(world, 3)
 
 
+def test_without_champion_json_nothing_is_deleted_or_overwritten(world: World) -> None:
+    """Also when lease.json is gone, and also by the calls after the next one."""
+    first(world)
+    world.add("train", 20, range(3, 8))
+    world.call()
+    for file in ("champion.json", "lease.json"):
+        (world.store.folder / file).delete()
+    before = world.files()
+    for _ in range(3):
+        assert world.call()[0] == 0
+        assert before.items() <= world.files().items()
+    sound(world, 1)
+    assert world.last()["token"] == 3, "larger than the tokens of all files"
+
+
 def test_a_bundle_that_has_changed_is_not_scored(tmp_path: Path) -> None:
     world = World(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"{}")
     bundle, digests = StoragePath(str(tmp_path)), {"model.safetensors": "0"}
-    with pytest.raises(OSError, match="is not what it was when it was written; restore it from a copy"):
+    with pytest.raises(OSError, match="is missing or has changed; restore the bundle from a copy"):
         RayWork(None).evaluate(bundle, digests, None, world.config)  # type: ignore[arg-type]

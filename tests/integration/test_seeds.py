@@ -110,7 +110,7 @@ def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
     assert difference["mean"] == pytest.approx(sum(values[:2]) / 2 - sum(values[2:]) / 2)
     assert difference["low"] < difference["mean"] < difference["high"] and "BLEU-4" not in compared["differences"]
     assert any("difference by image and seed" in line for line in log_lines)
-    assert log_lines[-2] == f"seeds        {out}"
+    assert f"seeds        {out}" in log_lines
     page = (out / "report.html").read_text()
     assert "other: test, 5 images (2 seeds)" in page and "test, difference" in page
 

@@ -43,9 +43,10 @@ def registered(tmp_path_factory: pytest.TempPathFactory) -> Registered:
     """A model of a run that has not trained yet, registered in a database of its own."""
     folder, _ = prepare_run(tmp_path_factory.mktemp("served"), tracking={"enabled": True})
     bundle = bundle_run(folder)
-    sync(folder, tracking_client(folder.config))
-    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}) == "demo/1"
-    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}) == "demo/1", "once a run"
+    client = tracking_client(folder.config)
+    sync(folder, client)
+    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}, client) == "demo/1"
+    assert register_model(folder, bundle, {"test_CIDEr-D": 0.5}, client) == "demo/1", "once a run"
     images = [Path(uri) for uri in folder.dataset.column("uri")[:2]]
     roots = [str(images[0].parent), "s3://data/photos"]
     model = PyfuncModel(CaptionService(load_bundle(bundle), beam_size=2, max_length=12), roots)

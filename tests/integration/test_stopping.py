@@ -97,7 +97,7 @@ def test_a_signal_during_training_saves_a_checkpoint(
     statuses: list[str | None] = []
     monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
     # Ray Data warns of its own deprecated options when it is imported, which another test may have done
-    monkeypatch.setattr("raycap.jobs.cli._print_warning", lambda *_, **__: None)
+    monkeypatch.setattr("warnings.showwarning", lambda *_, **__: None)
     stage = small_config(tmp_path)["stages"][1] | {"epochs": 100, "validate_every_epochs": 50}
     stage |= {"checkpoint_every_steps": 10**6}
     settings = {"stages": [stage], "workers__dry_run": False}

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from raycap.jobs.cli import main
+from raycap.pipeline.config.sections import TrackingSection
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Journal, read_journal
 from raycap.pipeline.runs.results import bundle_run
@@ -21,7 +23,7 @@ from raycap.pipeline.tracking import run_tracker
 from raycap.pipeline.tracking.run_tracker import NOT_METRICS, SENT_FILE, SENT_KINDS, Tracker
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.support.mlflow_server import MlflowServer, mlflow_server
-from tests.support.runs import STAGES, Killed, prepare_run
+from tests.support.runs import STAGES, Killed, empty_run, prepare_run
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +162,6 @@ def test_stopped_in_the_middle_everything_is_there_once(
 
 
 def _tracking(server: MlflowServer) -> Any:
-    from raycap.pipeline.config.sections import TrackingSection
-
     return TrackingSection(uri=server.url)
 
 
@@ -187,6 +187,35 @@ def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
     parent, children = runs_on(server, folder.run_id)
     statuses = {run.info.run_name: run.info.status for run in [parent, *children]}
     assert statuses == {folder.run_id: "FAILED", "xe_frozen": "FINISHED", "xe_finetune": "FAILED"}
+
+
+def test_a_tracker_that_answers_slowly_is_left_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    """Each request takes half of the allowed time, so that two or three are sent. A damaged record is empty."""
+    folder = empty_run(tmp_path / "demo-1")
+    folder = replace(folder, config=folder.config.model_copy(update={"tracking": TrackingSection(uri="http://x")}))
+    calls: list[str] = []
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: (time.sleep(0.1), calls.append(name), MagicMock())[2]
+
+    monkeypatch.setattr(run_tracker, "END_S", 0.2)
+    monkeypatch.setattr(run_tracker, "tracking_client", lambda config: Slow())
+    monkeypatch.setattr(RunFolder, "metadata", MagicMock(created="now", commit="0", data_fingerprint="0"))
+    write_json(folder.path / "config.yaml", {})
+    for damaged in ("[]", '{"http://x": {}}', "{"):
+        (folder.path / "log").mkdir(exist_ok=True)
+        (folder.path / SENT_FILE).write_text(damaged)
+        calls.clear()
+        log_lines.clear()
+        tracker = Tracker(folder, every_s=60)
+        tracker.start()
+        assert tracker.finish({}, tmp_path) is None
+        assert 1 <= len(calls) <= 3, calls
+        assert [line for line in log_lines if "is damaged; the tracker gets everything" in line] == log_lines[:1]
+        assert "its requests took more than 0.2 s" in log_lines[-1], log_lines
 
 
 def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path, log_lines: list[str]) -> None:

@@ -124,7 +124,7 @@ class _Member:
     score: float | None
     ended: bool
     handover: str | None = None  # the folder with a copy of its state at that report
-    order: TakeOver | None = None  # the order that the member gets when it resumes
+    order: TakeOver | None = None  # the instruction for the member's next turn
     reading: str | None = None  # the folder with a copy that the resumed member may still read
 
 

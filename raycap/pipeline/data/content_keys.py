@@ -1,6 +1,6 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
-Threads of this process read the files.
+The files are read by threads of this process, or by an extraction, whose tasks hash the bytes that they read anyway.
 
 The manifest, a Parquet file, holds the URI, size, tag and content key of each image; the tag is the modification time,
 or the ETag on S3. A file with the same size and tag as in the manifest counts as unchanged. Images in an archive or
@@ -14,16 +14,17 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import PARTS, ImageLocation, forget_row_groups, hash_files, reason_of
+from raycap.pipeline.data.images import PARTS, UNREADABLE, ImageLocation, forget_row_groups, hash_batch, reason_of
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageError, StorageOptions, is_remote
@@ -41,18 +42,42 @@ ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.stri
 MANIFEST = ENTRIES.append(pa.field("key", pa.string()))
 
 
+class HashedFiles(NamedTuple):
+    """Some files that were read. numbers: (R,) int64, their places in the argument of `HashFiles`, in any order.
+
+    keys: their sha256, None for a file that cannot be read. reasons: why, as {URI: reason}.
+    """
+
+    numbers: np.ndarray
+    keys: list[str | None]
+    reasons: dict[str, str]
+
+    @classmethod
+    def of_batch(cls, batch: dict[str, np.ndarray]) -> HashedFiles:
+        """The files of a Ray batch with the columns number, uri, key, which is "" without one, and reason."""
+        is_bad = batch["key"] == ""
+        bad = zip(batch["uri"][is_bad], batch["reason"][is_bad], strict=True)
+        reasons = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in bad}
+        return cls(batch["number"], [str(key) or None for key in batch["key"]], reasons)
+
+
+# Reads and hashes the files at URIs, each once. Raises StorageError when the storage is out of order.
+HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
+
+
 def take_snapshot(
     dataset: Dataset,
     manifest: StoragePath | Path,
     options: StorageOptions = StorageOptions(),
+    hash_files: HashFiles | None = None,
     listing: pa.Table | None = None,
-    cache_bytes: int | None = None,
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
     manifest: the path of a table of MANIFEST, used when it exists and brought up to date when a file is new or has
-    changed. listing: files that the caller has listed, with the columns of ENTRIES. Folders on S3 are listed only for
-    images that are not among them. cache_bytes: see `hash_files`. Raises StorageError for an outage.
+    changed. hash_files: what reads new and changed files; None for threads of this process. listing: files that the
+    caller has listed, with the columns of ENTRIES. Folders on S3 are listed only for images that are not among them.
+    Raises StorageError when the storage is out of order.
     """
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
@@ -78,22 +103,19 @@ def take_snapshot(
 
     changed = np.flatnonzero(pc.and_(pc.invert(is_same), pc.is_valid(sizes)).to_numpy())
     if len(changed):
-        write_at = time.monotonic() + _WRITE_EVERY_S
+        count, write_at = 0, time.monotonic() + _WRITE_EVERY_S
         with progress("content keys", len(changed)) as advance:
-            for start in range(0, len(changed), _URIS_PER_SLICE):
-                part = changed[start : start + _URIS_PER_SLICE]
-                names = uris.take(pa.array(part)).to_pylist()
-                for number, uri, (key, reason) in zip(
-                    part, names, hash_files(names, options, cache_bytes, _NUM_THREADS), strict=True
-                ):
-                    keys[number] = key
-                    if key is None:
-                        unreadable[uri] = reason
-                advance(len(part))
+            for batch in (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options):
+                keys[changed[batch.numbers]] = batch.keys
+                unreadable |= batch.reasons
+                count += len(batch.numbers)
+                advance(len(batch.numbers))
                 if (begin := time.monotonic()) > write_at:
                     write()
                     now = time.monotonic()
                     write_at = now + max(_WRITE_EVERY_S, (now - begin) / _WRITE_SHARE)
+        if count != len(changed):
+            raise RuntimeError(f"{count} of {len(changed)} files were hashed; repeat the command")
         write()
     column = pa.array(keys, pa.string()).take(pc.index_in(dataset.table["uri"], value_set=uris).combine_chunks())
     return dataset.with_column("key", column), unreadable
@@ -154,3 +176,13 @@ def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[
         if len(objects) == limit:
             unfinished.append(f"{folder}/")
     return found, tuple(unfinished)
+
+
+def hash_with_threads(
+    uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
+) -> Iterator[HashedFiles]:
+    """Reads and hashes files with threads of this process (`HashFiles`). cache_bytes: see `hash_batch`."""
+    for start in range(0, len(uris), _URIS_PER_SLICE):
+        part = uris.slice(start, _URIS_PER_SLICE).to_numpy(zero_copy_only=False)
+        batch = {"uri": part, "number": np.arange(start, start + len(part))}
+        yield HashedFiles.of_batch(hash_batch(batch, options, cache_bytes, _NUM_THREADS))

@@ -83,13 +83,18 @@ def detect_language(captions: Iterable[str]) -> Language:
         words.update(caption.lower().split())
     scripts: Counter[str] = Counter()
     for letter, count in letters.items():
-        scripts[unicodedata.name(letter, "UNKNOWN").split()[0].split("-")[0]] += count
+        scripts[_script_of(letter)] += count
     script = scripts.most_common(1)[0][0] if scripts else "UNKNOWN"
     if scripts["HIRAGANA"] + scripts["KATAKANA"] > MIN_SHARE * scripts.total():
         script = "HIRAGANA"
     code = _latin_language(words) if script == "LATIN" else SCRIPT_LANGUAGES.get(script)
     tokenizer = "characters" if code in WITHOUT_BLANKS else "expansionnet" if code == "en" else "unicode"
     return Language(script, code, tokenizer)
+
+
+def _script_of(letter: str) -> str:
+    """The first word of the letter's name in Unicode, such as LATIN or CJK."""
+    return unicodedata.name(letter, "UNKNOWN").split()[0].split("-")[0]
 
 
 def _latin_language(words: Counter[str]) -> str | None:

@@ -25,7 +25,7 @@ import re
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -48,7 +48,6 @@ from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 PARTS = ("tar:", "parquet:")  # the begins of locations within a file
-NUM_REQUESTS = 32  # that a command has at a time
 MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
 UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
 _TAR = re.compile(r"tar:(\d{1,19})\+(\d{1,19})\+(\d{1,6}):(.*)", re.DOTALL)
@@ -296,30 +295,34 @@ def pixels_of(
     return transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
 
 
-def hash_files(
-    uris: Sequence[str], options: StorageOptions, cache_bytes: int | None, threads: int
-) -> list[tuple[str | None, str]]:
-    """The sha256 of each file and "", or None and the reason why the file cannot be read.
+def hash_batch(
+    batch: dict[str, np.ndarray],
+    options: StorageOptions = StorageOptions(),
+    cache_bytes: int | None = None,
+    threads: int = 1,
+) -> Values:
+    """Adds key and reason to a batch with the column uri: each file's sha256, or why it cannot be read.
 
-    Images on S3 are cached on this machine. cache_bytes: the cache's size (`features.cache_gib`); None for the default.
-    threads: the number that reads local files. Raises StorageError for an outage.
+    The other one is "". Images on S3 are cached on this machine. cache_bytes: the cache's size (`features.cache_gib`);
+    None for the default. threads: the number that reads local files. Raises StorageError for an outage.
     """
-    cache = image_cache(cache_bytes) if any(map(is_remote_image, uris)) else None
+    cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
 
-    def read(uri: str) -> tuple[str | None, str]:
+    def read(uri: str) -> tuple[str, str]:
         try:
             data = read_image_file(StoragePath(uri, options))
         except StorageError:
             raise
         except OSError as error:
-            return None, reason_of(error)
+            return "", reason_of(error)
         key = hashlib.sha256(data).hexdigest()
         if cache is not None and is_remote_image(uri):
             with suppress(OSError):  # a disk that cannot be written; the image is read again
                 cache.add(key, data)
         return key, ""
 
-    return _for_each(read, threads, uris)
+    results = _for_each(read, threads, batch["uri"])
+    return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
 
 
 def measure_batch(
@@ -340,15 +343,15 @@ def measure_batch(
         except (BadImage, OSError) as error:
             return (0, 0), str(error)
 
-    results = _for_each(measure, threads, batch["uri"].tolist(), batch["key"])
+    results = _for_each(measure, threads, batch["uri"], batch["key"])
     sizes = np.array([size for size, _ in results], np.int32).reshape(-1, 2)
     return {**batch, "size": sizes, "reason": np.array([reason for _, reason in results])}
 
 
-def _for_each(function: Callable[..., Any], threads: int, uris: Sequence[str], *columns: np.ndarray) -> list[Any]:
+def _for_each(function: Callable[..., Any], threads: int, uris: np.ndarray, *columns: np.ndarray) -> list[Any]:
     """The function's values for files. Requests mostly wait, so that remote files get more threads."""
     names = [str(uri) for uri in uris]
-    with ThreadPoolExecutor(NUM_REQUESTS if any(map(is_remote_image, names)) else threads) as pool:
+    with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, names)) else 1)) as pool:
         return list(pool.map(function, names, *columns))
 
 

@@ -10,10 +10,11 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import pyarrow.compute as pc
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
-from raycap.pipeline.data.content_keys import take_snapshot
+from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
@@ -34,15 +35,17 @@ from raycap.pipeline.data.formats.source import (
     Source,
     Splits,
     as_texts,
+    errors_named,
     find_files,
     id_of_name,
     inside,
+    is_image,
+    lines_of,
     malformed,
     read_json,
     read_split_lists,
 )
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
-from raycap.pipeline.data.formats.text_files import add_text_files, read_text_files
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
 from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_annotations, write_dataset
@@ -58,14 +61,15 @@ logger = logging.getLogger(__name__)
 
 Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-_NUM_THREADS = 8
+MAX_TEXT_BYTES = 2**20  # of the captions of an image in a text file
+_NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
-def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {path: reason} of images that cannot be read."""
+def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {path: reason} of images that cannot be read. hash_files: `take_snapshot`."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
-    return snapshot_of(dataset, config)
+    return snapshot_of(dataset, config, hash_files)
 
 
 def read_data(config: RunConfig) -> Dataset:
@@ -110,10 +114,12 @@ def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, Sto
     return config.working_path / name, config.home(name)
 
 
-def snapshot_of(dataset: Dataset, config: RunConfig, listing: pa.Table | None = None) -> tuple[Dataset, dict[str, str]]:
+def snapshot_of(
+    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None, listing: pa.Table | None = None
+) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
 
-    listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
+    hash_files, listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
     are the content keys.
     """
     if not config.has_backbone:
@@ -122,7 +128,8 @@ def snapshot_of(dataset: Dataset, config: RunConfig, listing: pa.Table | None = 
     image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
-    return take_snapshot(dataset, manifest, config.storage.options, listing, config.features.cache_bytes)
+    hash_files = hash_files or partial(hash_with_threads, cache_bytes=config.features.cache_bytes)
+    return take_snapshot(dataset, manifest, config.storage.options, hash_files, listing)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
@@ -330,6 +337,54 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
         raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
 
 
+def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
+    """The name and captions of each image in a folder and those below it, sorted by name. Raises UserError.
+
+    The captions of dog.jpg are the lines of dog.txt.
+    """
+    folder = source.annotations
+    texts: dict[str, set[str]] = {}  # by ending, as .txt or .TXT, the names before it
+
+    def image_names() -> Iterator[str]:
+        for name, _ in folder.walk():
+            if "/." in f"/{name}":
+                continue
+            if is_image(name):
+                yield name
+            elif name.lower().endswith(".txt"):
+                texts.setdefault(name[-4:], set()).add(name[:-4])
+
+    with errors_named(folder):
+        images = iter(sorted(image_names()))
+
+    def read(name: str) -> tuple[str, list[str]]:
+        stem = name.rpartition(".")[0]
+        text = next((stem + ending for ending in sorted(texts, reverse=True) if stem in texts[ending]), None)
+        if text is None:
+            return name, []
+        with errors_named(folder / text):
+            return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
+        while part := list(islice(images, _FILES_PER_SLICE)):
+            yield from pool.map(read, part)
+
+
+def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows: Rows) -> None:
+    """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
+    count = rows.count
+    for name, captions in images:
+        location = str(source.annotations / name)
+        listed = name, name.rsplit("/", 1)[-1]
+        image_id, split = source.id_and_split({}, listed, source.member_prefix + name, location)
+        rows.add(image_id, split, location, as_texts(captions, location, rows), location)
+    if rows.count == count:
+        folder = source.annotations
+        if not folder.is_remote and not folder.path.exists():
+            raise UserError(f"folder {folder} does not exist; data.annotations is relative to data.root")
+        raise UserError(f"folder {source.annotations} contains no image; give the folder that holds them")
+
+
 class Format(NamedTuple):
     """How a source is opened, and how what was opened is added to the rows. Both raise UserError."""
 
@@ -349,11 +404,16 @@ FORMATS = {
 
 def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
     """Adds the images of annotation files to `rows`, in their order. name: a key of `FORMATS`, or "auto"."""
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # the headers of an archive on S3 are many requests
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(sources), _NUM_THREADS):
             part = sources[start : start + _NUM_THREADS]
-            for source, (form, data) in zip(part, pool.map(partial(_open, name), part), strict=True):
+            forms = {_form_by_name(source) if name == "auto" else name for source in part}
+            # The headers of an archive on S3 are many requests. A JSON file takes much memory: one is open at a time.
+            opened = (pool.map if forms == {"webdataset"} else map)(partial(_open, name), part)
+            for source in part:
+                form, data = next(opened)
                 FORMATS[form].add(source, data, rows)
+                del data
 
 
 def _open(name: str, source: Source) -> tuple[str, Any]:

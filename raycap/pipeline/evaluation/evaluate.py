@@ -57,7 +57,7 @@ from raycap.pipeline.evaluation.scores.metrics import (
     score_captions,
     why_unavailable,
 )
-from raycap.pipeline.features.extraction import Extracted, extract_features
+from raycap.pipeline.features.extraction import Extracted, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import with_search_precision
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.runtime.log import Decorations
@@ -375,7 +375,8 @@ def _extracted(
     start, transform = partial(start_extraction, config, address), bundle.transform
     weights = keep_weights(backbone, config.working_path / "backbones")
     if every.table["key"].null_count == len(every):
-        every, reasons = snapshot_of(every, config)
+        hash_files = hash_and_extract(config, lambda: weights, start, transform)
+        every, reasons = snapshot_of(every, config, hash_files)
         unreadable |= reasons
     return every, extract_features(config, every, weights, start, unreadable, transform)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,6 +28,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
+from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.errors import UserError
@@ -96,6 +97,25 @@ def extract_features(
     assert weights is not None
     rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray, transform)
     return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
+
+
+def hash_and_extract(
+    config: RunConfig, weights: Callable[[], Path], start_ray: StartRay, transform: ImageTransform | None = None
+) -> HashFiles:
+    """Returns the function that reads new files for `find_data`: an extraction on Ray if they are many, else threads.
+
+    Threads also read the files if the configuration has `features.views`, whose keys contain the content keys. weights:
+    returns the file of the backbone's weights; it and start_ray (see `extract`) are only called for an extraction.
+    transform: see `extract_features`.
+    """
+
+    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+        if config.features.views or len(uris) <= config.features.max_images_for_tasks:
+            return hash_with_threads(uris, options, config.features.cache_bytes)
+        extractor = _extractor(config, weights(), start_ray, transform)
+        return hashing_extraction(uris, config.storage_place / "features", extractor, start_ray)
+
+    return hash_files
 
 
 def _extractor(
@@ -238,11 +258,38 @@ def extract(
     return folder, unusable
 
 
-def compute(images: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[dict[str, np.ndarray]]:
+def hashing_extraction(
+    uris: pa.Array, features: StoragePath | Path, extractor: Extractor, start_ray: StartRay
+) -> Iterator[HashedFiles]:
+    """Reads and hashes new files by an extraction (see `HashFiles`), which also stores the features of their images.
+
+    Each file is read once, on the cluster. An image that cannot be decoded has a content key and no features; the
+    extraction that follows finds it again and lists it in the quarantine. features, start_ray: see `extract`.
+    """
+    folder = storage_path(features) / feature_key(extractor.describe())
+    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))  # also those of an interrupted attempt
+    logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
+    images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
+    with start_ray() as progressed:
+        for batch in compute(images, folder, extractor, known):
+            yield HashedFiles.of_batch(batch)
+            progressed()
+    write_index(folder)
+
+
+def _key_numbers(content_keys: Sequence[str]) -> np.ndarray:
+    """The first 64 bits of content keys: (len(content_keys),) uint64."""
+    return np.array([int(key[:16], 16) for key in content_keys], np.uint64)
+
+
+def compute(
+    images: pa.Table, folder: StoragePath, extractor: Extractor, known: np.ndarray | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`). Yields its rows with the column reason as shards
-    are finished. The reason is "" for an image whose features are stored.
+    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: sorted numbers
+    (`_key_numbers`) of images that are not computed, for rows without keys; the processes of a node share them. Yields
+    the rows with the column reason as shards are finished. The reason is "" for an image whose features are stored.
     """
     import ray
     import ray.data
@@ -253,6 +300,8 @@ def compute(images: pa.Table, folder: StoragePath, extractor: Extractor) -> Iter
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     settings = extractor.settings
     arguments = {"folder": folder, "extractor": extractor}
+    if known is not None and len(known):
+        arguments["known"] = ray.put(known)
     if folder.is_remote:  # workers on other machines cannot read the driver's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = len(images) <= settings.max_images_for_tasks and not settings.gpus_per_actor
@@ -321,8 +370,11 @@ class ShardWriter:
     next one is computed.
     """
 
-    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
-        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file."""
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
+        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
+
+        known: a reference to the `known` of `compute`, or None.
+        """
         import ray
 
         from raycap.pipeline.features.model_inputs import FeatureComputer
@@ -337,6 +389,7 @@ class ShardWriter:
             device_for(extractor.settings.gpus_per_actor),
             None if weights is None else ray.get(weights),
         ).result()
+        self.known = None if known is None else ray.get(known)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Takes the columns of `decode_batch`, whose reason is "" for a decoded image.
@@ -344,7 +397,11 @@ class ShardWriter:
         Returns them without the pixels. Images whose features are not finite also have a reason now.
         """
         reasons = batch["reason"].astype(object)
-        decoded = np.flatnonzero(reasons == "")
+        is_wanted = reasons == ""
+        if self.known is not None:
+            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])  # a file without a key has a reason
+            is_wanted &= np.searchsorted(self.known, numbers, "right") == np.searchsorted(self.known, numbers, "left")
+        decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
             features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()
@@ -355,7 +412,7 @@ class ShardWriter:
         return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Features (B, N, C) in the stored dtype of pixels (B, H, W, 3) uint8, and for each image whether it is finite.
+        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype; and (B,) True where finite.
 
         Both are computed on the device (`FeatureComputer.batches`).
         """

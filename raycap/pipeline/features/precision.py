@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
 from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, FeatureSection
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.processor import computing_thread, device_for, measure_precisions, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 4096  # of a record
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
 NOT_A_SEARCH_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")  # of a model, likewise
@@ -43,16 +43,14 @@ def decided_precision(
     of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same time, the
     first one to write decides.
     """
-    decision = _recorded(work, folder)
+    decision, tag = _recorded(work, folder)
     if decision is None:
         times = measure()
         decision = times.fastest
         try:
-            _record(work, folder).write_if(
-                json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), None
-            )
+            _record(work, folder).write_if(json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), tag)
         except ConflictError:
-            decision = _recorded(work, folder) or decision
+            decision = _recorded(work, folder)[0] or decision
         logger.info(f"{label:<9} in {decision} from now on: {times}, measured with {measured}")
     return decision
 
@@ -62,14 +60,19 @@ def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
     return folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
 
 
-def _recorded(work: Mapping[str, object], folder: StoragePath) -> str | None:
-    """The storage's decision for this kind of work; None if there is none. Raises UserError for a damaged record."""
+def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[str | None, str | None]:
+    """The storage's decision for this kind of work and the tag of its record; None for what is missing or damaged."""
     record = _record(work, folder)
     try:
-        content = parse_json(record.read_bytes(MAX_BYTES), str(record))
+        content, tag = record.read_tagged()
     except FileNotFoundError:
-        return None
-    return str(require_mapping(content, str(record)).get("precision"))
+        return None, None
+    with suppress(UserError):
+        decision = require_mapping(parse_json(content, str(record)), str(record)).get("precision")
+        if decision in ("float32", "bfloat16"):
+            return str(decision), tag
+    logger.warning(f"damaged   {record} names no precision; the next measurement replaces it")
+    return None, tag
 
 
 def extraction_precision(
@@ -101,7 +104,9 @@ def extraction_precision(
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
     """The result of `extraction_precision`, or None for `auto` before the first extraction of the storage."""
-    return settings.compute_dtype if settings.compute_dtype != "auto" else _recorded(_work(backbone, settings), folder)
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype
+    return _recorded(_work(backbone, settings), folder)[0]
 
 
 def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:

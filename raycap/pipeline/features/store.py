@@ -16,6 +16,7 @@ its features again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -24,9 +25,9 @@ import mmap
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE
 from raycap.pipeline.errors import DamagedError
+from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.cache import ChangedError, ShardCache, shard_cache
 from raycap.pipeline.storage.digests import has_digest
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -251,7 +253,9 @@ class ShardMaps:
             self.shard(shard_numbers[index]).prefetch(row_numbers[index])
 
         def copy_row(index: int) -> None:
-            result[index] = self.shard(shard_numbers[index]).row(row_numbers[index])
+            shard = self.shard(shard_numbers[index])
+            with self._damage_rejected(shard_numbers[index]):
+                result[index] = shard.row(row_numbers[index])
 
         remote = []
         for index in order:
@@ -275,7 +279,9 @@ class ShardMaps:
                 self._open.move_to_end(number)
             else:
                 path = self.folder / f"{self.infos[number].shard}.npy"
-                self._open[number] = _Shard(path, self._local_file(number))
+                local = self._local_file(number)
+                with self._damage_rejected(number):
+                    self._open[number] = _Shard(path, local)
                 if len(self._open) > MAX_OPEN:
                     self._open.popitem(last=False)  # unmapped once no array refers to it
             return self._open[number]
@@ -295,6 +301,17 @@ class ShardMaps:
         except (FileNotFoundError, ChangedError) as error:
             raise self._reject(info, str(error)) from error
 
+    @contextmanager
+    def _damage_rejected(self, number: int) -> Iterator[None]:
+        """Rejects a shard if the context finds that one of its files is missing or cut."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+                raise
+            info = self.infos[number]
+            raise self._reject(info, f"{self.folder / info.shard}: {one_line(error)}") from error
+
     def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
         """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
         with suppress(OSError):  # a storage that cannot be written
@@ -306,7 +323,8 @@ class ShardMaps:
         if number not in self._boxes:
             info = self.infos[number]
             if info.boxes_sha256:
-                data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
+                with self._damage_rejected(number):
+                    data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
                 if hashlib.sha256(data).hexdigest() != info.boxes_sha256:
                     raise self._reject(info, f"{self.folder / info.shard}.boxes.npy does not have its digest")
                 self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)

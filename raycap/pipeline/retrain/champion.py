@@ -9,11 +9,13 @@
 
 The name of every file except the first two contains the token of the lease under which it was written. Such a file is
 written before champion.json references it. Tokens grow, so a file with a larger token than the last decision belongs to
-no decision: its writer was killed or has lost the lease. The next lease holder deletes it.
+no decision: its writer was killed or has lost the lease. The next lease holder deletes it. When champion.json itself is
+absent, nothing is deleted, because the files may belong to decisions that it recorded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 from pathlib import Path
@@ -101,7 +103,7 @@ class ChampionState(Section):
     token: int = 0  # the last writer's token; a writer with a smaller token is refused
     nonce: str = ""  # random, so that two writes never give the file the same tag
     number: int = 0  # the number of the last decision
-    decided: int = 0  # the token of the last decision; files with larger ones belong to none
+    decided: int = 0  # the token of the last decision; files with larger tokens belong to no decision
     decision: Name | None = None
     champion: BundleRecord | None = None
     before: tuple[BundleRecord, ...] = ()
@@ -139,20 +141,22 @@ class ChampionStore:
             field = ".".join(map(str, first["loc"]))
             raise UserError(
                 f"{self.folder / POINTER} is not a champion's file ({shown(field)}: {shown(first['msg'])})"
-                "; restore it from a copy, or remove it to start over"
+                "; restore it from a copy, or remove it to start over without a champion (no bundle is deleted)"
             ) from error
 
     def fence(self, lease: Lease) -> ChampionState:
         """Writes the lease's token into champion.json, so that no process with a smaller token can commit.
 
-        Raises LostLeaseError when the file already has a larger token.
+        If the file is absent, all present files count as decided, so that none of them is ever an orphan. Raises
+        LostLeaseError when the file already has a larger token.
         """
         while True:
             state = self.read()
             if state.token > lease.token:
                 raise LostLeaseError(f"{self.folder / POINTER} has token {state.token}; {lease.token} is too late")
+            decided = lease.token - 1 if self._tag is None else state.decided
             try:
-                return self._write(state.model_copy(update={"token": lease.token}))
+                return self._write(state.model_copy(update={"token": lease.token, "decided": decided}))
             except ConflictError:  # another process has written since the read
                 continue
 
@@ -177,11 +181,14 @@ class ChampionStore:
         return name
 
     def copy_bundle(self, folder: Path, record: BundleRecord, lease: Lease) -> BundleRecord:
-        """Copies a local bundle to the champion's folder."""
+        """Copies a local bundle to the champion's folder. Raises OSError when a file does not have its digest."""
         target = f"models/{self.name}/champion-t{lease.token:06d}"
-        for name in record.files:
+        for name, digest in record.files.items():
+            data = (folder / name).read_bytes()
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise OSError(f"{folder / name} has changed since it was compared; nothing was changed, call again")
             lease.check()
-            (self.storage / target / name).write_bytes((folder / name).read_bytes())
+            (self.storage / target / name).write_bytes(data)
         return record.model_copy(update={"bundle": target})
 
     def decision(self, name: str) -> Decision:

@@ -29,7 +29,7 @@ LISTING = ENTRIES.append(pa.field("key", pa.string()))
 
 
 class Change(Section):
-    """How many files differ between two listings."""
+    """The numbers of files that differ between two listings."""
 
     added: int
     changed: int
@@ -49,7 +49,7 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 
 
 def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
-    # synthetic data is itself in the folder of the results, which must then be listed
+    # The results are not data, and are not listed. Synthetic images are in the results folder, which is then listed.
     results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
     image_folders = {config.data.images, *(source.images for source in config.data.sources)}
     inside = f"{root.rstrip('/')}/"
@@ -62,7 +62,7 @@ def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
-    """How many files differ from the previous listing; without one every file is new."""
+    """The numbers of files that differ from the previous listing. Without a previous listing, every file is new."""
     if before is None:
         return Change(added=now.num_rows, changed=0, gone=0)
     before = before.filter(pc.is_valid(before["size"]))
@@ -92,7 +92,7 @@ def _count(mask: pa.ChunkedArray) -> int:
 
 
 class HeldOut(NamedTuple):
-    """The fixed split, and the numbers of its images that are gone (`missing`) or now used for training (`leaked`)."""
+    """The fixed split, and how many of its images are gone (`missing`) or are now used for training (`leaked`)."""
 
     file: bytes  # the fixed split as a Parquet file
     part: Dataset  # its images that still exist

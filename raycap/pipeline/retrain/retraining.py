@@ -4,11 +4,11 @@ Nothing changes before the last write of the fifth step (`ChampionStore.commit`)
 next call deletes its files, resumes its training run and repeats the other steps. Every write needs the lease's token,
 so a process that was suspended until another one took the lease cannot write after it continues.
 
-The data folder is listed once, in the second step. Training, comparison and decision get what it found as a value. What
-is added to the folder later is new data for the next call.
+The data folder is listed once, in the second step, and the listing is passed to the later steps. Files that are added
+later are new data for the next call.
 
-A decision has a page. The tracker shows the champion by aliases of the model registry, and the last decision at its
-run; every call sends what the tracker lacks, so that the first call after an outage catches up.
+A decision has an HTML page. In the tracker, aliases of the model registry mark the champion and the challenger, and the
+last decision is stored with its run. Every call sends what the tracker lacks, also after an outage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raycap.pipeline.data.content_keys import ENTRIES
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
+from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.evaluation.reports.report import report_images
@@ -81,10 +81,10 @@ class Work(Protocol):
     """The steps of a retraining that run on a cluster."""
 
     def train(self, config: RunConfig, data: FoundData) -> Trained:
-        """Trains a configuration on these data, or resumes the run when it exists."""
+        """Trains a model of this configuration on the data, or resumes its run if that exists."""
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
-        """CIDEr-D of a bundle on the images HELD_OUT; `files` gives the digests that its files must have."""
+        """CIDEr-D of a bundle on the held-out images. `files` contains the sha256 that each of its files must have."""
 
 
 class Scores(NamedTuple):
@@ -129,8 +129,10 @@ def _act_under_lease(config: RunConfig, act: Callable[[Retraining], int], *, by_
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
     if path.is_remote:  # a server that ignores conditions would give the lease to two processes
         try_rights(store.folder)
-    # a new token must be larger than champion.json's, even after the lease's file was deleted
-    lease = take_lease(path, seconds, above=store.read().token, by_force=by_force)
+    # A new token must be larger than every earlier one, even after lease.json or champion.json was deleted.
+    state = store.read()
+    above = state.token or max(store.orphans(state).values(), default=0)
+    lease = take_lease(path, seconds, above=above, by_force=by_force)
     if isinstance(lease, LeaseRecord):
         logger.info(f"lease     held by {lease}; nothing to do here")
         return 0
@@ -210,7 +212,7 @@ class Retraining:
         return NewData((dataset, unreadable), with_keys(listing, usable), record)
 
     def _nothing_new(self, change: Change) -> int:
-        """Ends a retraining without new data, and sends the tracker what it lacks of the last decision."""
+        """Ends a retraining that has no new data, and sends the tracker what it lacks of the last decision."""
         logger.info(f"nothing new since decision {self.state.number} (files: {change}); the champion stays")
         update_tracker(self.config, self.store, self.state)
         return 0
@@ -286,7 +288,11 @@ class Retraining:
             "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
-        images = report_images(scores.challenger, held.part, self.config.storage.options, scores.champion, "champion")
+
+        def images() -> list[ReportImage]:
+            options = self.config.storage.options
+            return report_images(scores.challenger, held.part, options, scores.champion, "champion")
+
         return self._commit(decision, after, images)
 
     def _verdict(self, scores: Scores) -> tuple[Verdict, str]:
@@ -303,11 +309,11 @@ class Retraining:
             return "promoted", f"{numbers} is above the margin {required.margin:g}"
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
-    def _commit(self, fields: Values, after: Values, images: list[ReportImage]) -> int:
+    def _commit(self, fields: Values, after: Values, images: Callable[[], list[ReportImage]] = list) -> int:
         """Writes a decision's files, then champion.json; returns the exit code.
 
         fields: the fields of the decision that are not set here. after: the fields of champion.json that change.
-        images: the page's.
+        images: returns the images of the decision's page. If it fails, there is no page.
         """
         config, state, token = self.config, self.state, self.lease.token
         changes: Values = {"snapshot": state.snapshot} | after
@@ -327,7 +333,7 @@ class Retraining:
         record = self.store.write_file(f"{name}.json", content, self.lease)
         decorations = Decorations()
         with decorations.making("the decision's page"):
-            self.store.write_file(f"{name}.html", decision_page(config, decision, images).encode(), self.lease)
+            self.store.write_file(f"{name}.html", decision_page(config, decision, images()).encode(), self.lease)
         changes |= {"number": decision.number, "decision": record, "decided": token}
         self.store.commit(state.model_copy(update=changes), self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
@@ -343,9 +349,10 @@ class Retraining:
         if not state.before or state.champion is None:
             raise UserError(f"--rollback: {self.config.name} has no earlier champion; nothing changed")
         former, run_id = state.before[-1], state.champion.run_id
+        StoredBundle(self.config.storage_place / former.bundle, former.files).fetch()  # OSError for a damaged bundle
         reason = f"requested; the champion of run {run_id} is replaced by that of {former.run_id}"
         decision = {"decision": "rolled back", "reason": reason, "run": run_id}
-        return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id}, [])
+        return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id})
 
 
 def _cider(scores: SplitScores) -> float:
@@ -408,7 +415,7 @@ def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState
 
 
 def _run_of(client: Any, experiment: str, run_id: str) -> Any:
-    """MLflow's parent run of a raycap run, or None. The child runs of its stages have the same tag."""
+    """The parent run in MLflow of a raycap run, or None. The child runs of its stages have the same tag."""
     runs = client.search_runs([experiment], f"tags.`raycap.run_id` = '{run_id}'")
     return next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
 
@@ -416,7 +423,7 @@ def _run_of(client: Any, experiment: str, run_id: str) -> Any:
 def _set_alias(client: Any, name: str, alias: str, run: Any) -> None:
     """Points an alias of a registered model at the version of MLflow's run; removes it without a run or version.
 
-    A run has none while the tracker lacks it (`raycap sync` sends it).
+    A run has no version until the tracker has received its model, which `raycap sync` sends.
     """
     versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
     version = str(versions[0].version) if versions else None
@@ -429,7 +436,7 @@ def _set_alias(client: Any, name: str, alias: str, run: Any) -> None:
 
 
 def _log_scores(client: Any, run_id: str, decision: Decision) -> None:
-    """Sends a decision's scores and verdict, and then the mark that the run has received everything."""
+    """Sends a decision's scores and verdict, and finally DECISION_TAG, which marks that the run has everything."""
     values = decision.scores.model_dump() if decision.scores else {}
     if decision.difference:
         values |= {f"difference_{name}": number for name, number in asdict(decision.difference).items()}

@@ -16,8 +16,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -37,6 +38,7 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
+_BUILDING = Lock()
 TOKENS = "tokens"  # the ids of the captions in data.arrow
 # The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
@@ -111,13 +113,21 @@ class RunMetadata:
         """
         try:
             if (found := values.get("results_version")) == RESULTS_VERSION:
-                return TypeAdapter(RunMetadata).validate_python(values)
+                with _BUILDING:
+                    checks = _metadata_checks()
+                return checks.validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
             raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
         raise OtherVersionError(
             f"{name} was written by a version of raycap with other results (its results_version is {found}, and "
             f"{RESULTS_VERSION} here); use that version, or remove the folder"
         )
+
+
+@cache
+def _metadata_checks() -> TypeAdapter[RunMetadata]:
+    """Checks of run.json. Pydantic parses docstrings for them, which Python 3.11 cannot do in two threads at once."""
+    return TypeAdapter(RunMetadata)
 
 
 @dataclass(frozen=True)
@@ -267,7 +277,10 @@ class RunFolder:
         if not path.is_file():
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
-            return dict(read_json(path))
+            values = dict(read_json(path))
+            if missing := sorted({"table", "tracked", "scores", "durations"} - values.keys()):
+                raise ValueError(f"it has no {', '.join(missing)}")
+            return values
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
         """Names a file that the run needs, if reading it fails in the context."""
@@ -358,12 +371,13 @@ class RunFolder:
         return self._initial_weights(part)
 
     def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
-        """The file with the best weights of a part; None if the stage did not train it."""
+        """The file with the best weights of a part; None if the stage did not train it. Raises DamagedError."""
         folder = self.stage(stage.name)
         best = folder / f"best-{result.best_step}"
-        if not (best / "model.safetensors").is_file():  # which every stage trains
-            remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
-            raise DamagedError(f"{best / 'model.safetensors'} is missing; {remedy}")
+        for trained in ("model", part) if stage.train_backbone else ("model",):
+            if not (file := best / f"{trained}.safetensors").is_file():
+                remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
+                raise DamagedError(f"{file} is missing; {remedy}")
         return path if (path := best / f"{part}.safetensors").is_file() else None
 
     def _initial_weights(self, part: str) -> Path:

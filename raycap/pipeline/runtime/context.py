@@ -29,7 +29,7 @@ class Context(Protocol):
     world_rank: int
     world_size: int
     device: torch.device
-    control_group: dist.ProcessGroup | None  # for small messages from the processor's memory; None: the default group
+    control_group: dist.ProcessGroup | None  # for small CPU tensors and objects; None: the default group
 
     def report(self, metrics: Values) -> None:
         """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""

@@ -79,24 +79,27 @@ class SpaceSection(Section):
         if sum(kinds) != 1 or (has_range_settings and not is_range):
             raise ValueError("needs exactly one of a list of choices, groups, generate, or low and high")
         if self.low is not None and self.high is not None:
-            if not self.low < self.high:
-                raise ValueError(f"low = {self.low} must be below high = {self.high}")
-            if self.log and (self.low <= 0 or self.step is not None):
-                raise ValueError("a log range needs low above 0 and no step")
-            if self.step is not None and not 0 < self.step <= self.high - self.low:
-                raise ValueError(f"step = {self.step} must be above 0 and at most high - low = {self.high - self.low}")
-            step = self.step or (1 if isinstance(self.low, int) and isinstance(self.high, int) else None)
-            if step is not None and (self.high - self.low) / step >= MAX_NUMBERS:
-                raise ValueError(
-                    f"has more than {MAX_NUMBERS:,} numbers from low = {self.low} to high = {self.high}; give a larger "
-                    "step or a smaller range"
-                )
+            self._check_range(self.low, self.high)
         elif not (self.choices or self.groups or self.generate):
             raise ValueError("is empty; give at least one choice")
         labels = [show_value(choice) for choice in self.choices or ()]
         if duplicates := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"the choice {shown(duplicates[0])} occurs twice")
         return self
+
+    def _check_range(self, low: Bound, high: Bound) -> None:
+        if not low < high:
+            raise ValueError(f"low = {low} must be below high = {high}")
+        if self.log and (low <= 0 or self.step is not None):
+            raise ValueError("a log range needs low above 0 and no step")
+        if self.step is not None and not 0 < self.step <= high - low:
+            raise ValueError(f"step = {self.step} must be above 0 and at most high - low = {high - low}")
+        step = self.step or (1 if isinstance(low, int) and isinstance(high, int) else None)
+        if step is not None and (high - low) / step >= MAX_NUMBERS:
+            raise ValueError(
+                f"has more than {MAX_NUMBERS:,} numbers from low = {low} to high = {high}; give a larger step or a "
+                "smaller range"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +24,7 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 
 FAILED = "the server failed; its log has the reason"
+SHORT_OF_MEMORY = "the device has too little memory for this batch; try again, with fewer images or smaller beams"
 logger = logging.getLogger(__name__)
 
 
@@ -219,7 +221,12 @@ class ModelHost:
                 made = [Made(result, current.info, len(found), place) for place, result in enumerate(found)]
             except UserError as error:
                 made = [RefusedError(422, one_line(error))] * len(indices)
-            except Exception as error:  # such as a search that needs more memory than the device has
+            except torch.OutOfMemoryError as error:
+                logger.warning(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
+                traceback.clear_frames(error.__traceback__)  # they refer to tensors
+                torch.cuda.empty_cache()
+                made = [RefusedError(503, SHORT_OF_MEMORY, 1)] * len(indices)
+            except Exception as error:
                 logger.exception(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
                 made = [RefusedError(500, FAILED)] * len(indices)
             for index, answer in zip(indices, made, strict=True):

@@ -49,17 +49,16 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
 def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -> Iterator[Path]:
     """Yields an empty temporary folder, which replaces `folder` when the block ends.
 
-    With `replace=False`, an existing `folder` that is not empty raises OSError. After an error in the block `folder` is
-    unchanged, and the temporary folder is removed.
+    With `replace=False`, an existing `folder` that is not empty raises OSError. After an error `folder` is unchanged,
+    and the temporary folder is removed.
     """
-    temporary = _temporary(folder)
+    temporary, old = _temporary(folder), _temporary(folder)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         if durable:
             for path in (temporary, *temporary.rglob("*")):
                 _flush(path)
-        old = _temporary(folder)
         if replace and folder.exists():
             folder.rename(old)
         temporary.rename(folder)
@@ -67,6 +66,8 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
         if durable:
             _flush(folder.parent)
     except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 

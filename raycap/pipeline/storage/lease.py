@@ -121,15 +121,16 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
-    It waits half a lease to see whether the holder renews it, or a whole one if it has not expired by this machine's
-    clock. If nobody has renewed it then, it takes the lease, unless the holder's lease is longer and has not expired.
+    It waits half of the holder's lease time to see whether the holder renews the lease, or twice that if the lease has
+    not expired by this machine's clock. If nobody renews it meanwhile, it takes the lease, unless the holder's lease is
+    longer than `seconds` and has not expired. A pause is at most five times `seconds`.
 
     The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        pause_s = min(stored.seconds, seconds) / 2
+        pause_s = min(stored.seconds, 10 * seconds) / 2  # a living holder renews every third of its lease
         for _ in range(1 if stored.until < time.time() else 2):
             logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
             time.sleep(pause_s)

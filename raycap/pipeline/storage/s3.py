@@ -149,16 +149,23 @@ class S3Object:
     def download(self, path: Path) -> Entry:
         """Writes one version of the object to a local file. Returns the version's size and tag.
 
-        If a small object is replaced meanwhile, they are those of the new version. A large one raises StorageError.
+        If the object is replaced meanwhile, they are those of the new version. Raises StorageError for a large object
+        that is replaced during every attempt.
         """
-        found = self.head()
-        if found.size <= 2 * PART_BYTES:
-            data, tag = self.get()
-            path.write_bytes(data)
-            return Entry(len(data), tag)
-        with self._errors_translated():
-            self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
-        return found
+        from s3transfer.exceptions import S3DownloadFailedError
+
+        for _ in range(BODY_ATTEMPTS):
+            found = self.head()
+            if found.size <= 2 * PART_BYTES:
+                data, tag = self.get()
+                path.write_bytes(data)
+                return Entry(len(data), tag)
+            # the error means that the object was replaced between two of its parts
+            with suppress(S3DownloadFailedError), self._errors_translated():
+                self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
+                if self.head() == found:
+                    return found
+        raise StorageError(f"{self.uri}: storage failed: the object was replaced during {BODY_ATTEMPTS} downloads")
 
     def head(self) -> Entry:
         """The object's size and tag."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.runtime.names import MAX_ERROR, printable
 from raycap.pipeline.storage.atomic import atomic_path, write_bytes
 from raycap.pipeline.storage.digests import file_digest
 
@@ -47,17 +47,23 @@ def keep_weights(module: nn.Module, folder: Path) -> Path:
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
     """Loads a file (or its content `data`) into `module`.
 
-    Raises ValueError naming keys or shapes that do not match, and DamagedError for a file that cannot be read.
+    Raises ValueError naming some of the keys or shapes that do not match, and DamagedError for a file that cannot be
+    read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load, load_file
 
     try:
-        module.load_state_dict(load_file(path) if data is None else load(data))
+        tensors = load_file(path) if data is None else load(data)
     except SafetensorError as error:
         raise DamagedError(f"{path} is damaged: {error}") from error
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit: {one_line(error)}") from error
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    if wrong := sorted({name for name, _ in found.items() ^ expected.items()}):
+        some = (f"{name} (file: {found.get(name)}, model: {expected.get(name)})" for name in wrong[:3])
+        text = printable(", ".join(some))[:MAX_ERROR]
+        raise ValueError(f"{path} does not fit: {len(wrong)} tensors differ in name or shape, such as {text}")
+    module.load_state_dict(tensors)
 
 
 def export_backbone(source: Path, target: Path) -> None:

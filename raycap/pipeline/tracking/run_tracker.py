@@ -5,9 +5,9 @@ not sent before and stores what was sent in log/tracked.json, so it may be calle
 training (`Tracker`), and at the end. A metric that is sent twice, because the first answer was lost, has the same time
 and value and counts once.
 
-A tracker that is down or slow does not affect training, and delays the run's end by less than a minute, because a
-request has a deadline and the first failed one ends an attempt. `raycap sync`, or starting the same run again, sends
-what it has not received.
+A tracker that is down or slow does not affect training. It delays the end of a run by at most a few minutes: requests
+have a timeout, the first failed request ends an attempt, and so does END_S. Only the upload of the model may take
+longer. `raycap sync`, or starting the same run again, sends what the tracker has not received.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import io
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Entry, journal_bytes, read_journal
 from raycap.pipeline.storage.atomic import read_json, write_json
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_S = 30  # The end of a run waits this long for the background thread. HTTP requests end earlier (CALL_TIMEOUT_S).
+END_S = 60.0  # at the end of a run, no request starts later than this (twice for `Tracker.finish`)
 LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
 METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
@@ -84,7 +87,7 @@ class Tracker:
         with self._attempt():
             SentRecord(self.folder).set("ending", status)
             self._join()
-            sync(self.folder, tracking_client(self.folder.config), status=status)
+            sync(self.folder, _timed_client(self.folder.config), status=status)
             return True
         return False
 
@@ -97,11 +100,11 @@ class Tracker:
             return None
         with self._attempt():
             self._join()
-            client = tracking_client(self.folder.config)
+            client = _timed_client(self.folder.config)
             sync(self.folder, client)
             log_results(self.folder, scores, client)
-            registered = register_model(self.folder, bundle, scores)
-            sync(self.folder, client, status="FINISHED")
+            registered = register_model(self.folder, bundle, scores, client)
+            sync(self.folder, _timed_client(self.folder.config), status="FINISHED")
             return registered
         return None
 
@@ -150,11 +153,27 @@ class Tracker:
         self._failing = False
 
 
+class _TimedClient:
+    """An MLflow client whose requests raise TimeoutError when END_S has passed since its creation."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self._client, self._deadline = client, time.monotonic() + END_S
+
+    def __getattr__(self, name: str) -> Any:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"its requests took more than {END_S:g} s")
+        return getattr(self._client, name)
+
+
+def _timed_client(config: RunConfig) -> MlflowClient:
+    return cast("MlflowClient", _TimedClient(tracking_client(config)))
+
+
 class SentRecord:
     """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
 
     Values: "parent" is the run id in MLflow, "stages" has those of the stages. "sent" is the last step that was sent,
-    by STAGE/KIND of the journal's entries. "status" is the last status by run id. "described" tells whether the parent
+    by STAGE/KIND of the journal's entries. "status" is the last status by run id. "described" is true when the parent
     has its parameters. "ending" is the status with which the run ended, for a later `raycap sync`; None while it runs.
     """
 
@@ -178,9 +197,20 @@ class SentRecord:
 
 
 def stored_records(folder: RunFolder) -> Values:
-    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}."""
+    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
+
+    For a damaged file it is empty, with a warning. Everything is then sent again, to the same runs in MLflow.
+    """
     path = folder.path / SENT_FILE
-    return read_json(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    with contextlib.suppress(DamagedError):
+        records, keys = read_json(path), {"parent", "stages", "sent"}
+        values = records.values() if isinstance(records, dict) else [None]
+        if all(isinstance(each, dict) and keys <= each.keys() for each in values):
+            return dict(records)
+    logger.warning(f"{path} is damaged; the tracker gets everything of this run again")
+    return {}
 
 
 def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) -> None:
@@ -299,13 +329,13 @@ def _send_entries(client: MlflowClient, record: SentRecord, stage: str, entries:
         send()
 
 
-def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float]) -> str:
+def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], client: MlflowClient) -> str:
     """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
 
     A version that this run registered before is returned unchanged.
     """
     config, parent = folder.config, SentRecord(folder).values["parent"]
-    registered = tracking_client(config).search_model_versions(f"run_id = '{parent}'")
+    registered = client.search_model_versions(f"run_id = '{parent}'")
     if registered:
         return f"{registered[0].name}/{registered[0].version}"
     import mlflow

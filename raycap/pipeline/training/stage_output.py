@@ -118,7 +118,8 @@ class StageOutput:
             record = read_json(checkpoint / "progress.json")
             state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
         except (DamagedError, FileNotFoundError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            remedy = f"remove {checkpoint}, and the same command resumes from the checkpoint before it"
+            original = self.folder.root / f"stages/{self.stage}/{checkpoint.name}"
+            remedy = f"remove {original}, and the same command resumes from the checkpoint before it"
             raise DamagedError(f"{checkpoint} cannot be read: {one_line(error)}; {remedy}") from error
         if record.pop("identity") != self.identity:
             raise ValueError(

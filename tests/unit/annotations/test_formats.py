@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import os
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data import reading
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import id_of_name
+from raycap.pipeline.data.formats.source import id_of_name, read_json
 from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
 from raycap.pipeline.data.reading import build_vocabulary, read_annotations, read_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath
 
 ROWS: list[dict[str, Any]] = [
     {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},
@@ -168,15 +171,38 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b"{}" * 100)[:20])
     (tmp_path / "b.json").write_text('{"annotations": 3}')
     (tmp_path / "c.csv").write_bytes(b"image,caption\na.jpg,caf\xe9\n")
+    write_table(tmp_path / "e.parquet")
+    (tmp_path / "e.parquet.gz").write_bytes(gzip.compress((tmp_path / "e.parquet").read_bytes()))
     (tmp_path / "d.csv").write_text("image,caption\na.jpg,a dog\nb.jpg,one, two, three\n")
     for name, message in [
         ("a.json.gz", "is not a whole gzip file"),
         ("b.json", "unknown format"),
         ("c.csv", r"is not text in UTF-8 \(byte 23\); save it as UTF-8"),
+        ("e.parquet.gz", "is compressed as a whole.*unpack it with gunzip"),
         ("d.csv", "line 3 has 4 values, but the first line names 2 columns; put texts with commas into double quotes"),
     ]:
         with pytest.raises(UserError, match=message):
             read_annotations(DataSection(root=str(tmp_path), annotations=name), tmp_path)
+
+
+def test_one_json_file_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Content(dict[str, Any]):
+        """A dictionary to which there can be weak references."""
+
+    contents: list[weakref.ref[Content]] = []
+
+    def read(path: StoragePath) -> Content:
+        assert not any(each() for each in contents)
+        content = Content(read_json(path))
+        contents.append(weakref.ref(content))
+        return content
+
+    monkeypatch.setattr(reading, "read_json", read)
+    for number in range(3):
+        images = [{"id": number, "file_name": f"{number}.jpg"}]
+        (tmp_path / f"{number}.json").write_text(json.dumps({"images": images}))
+    read_annotations(DataSection(root=str(tmp_path), annotations="*.json"), tmp_path)
+    assert len(contents) == 3
 
 
 def test_tokens_of_ten_thousand_captions_are_spacys(shared: Path) -> None:

@@ -27,6 +27,7 @@ from raycap.pipeline.features.store import (
     write_shard,
 )
 from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.support.damage import cut, empty, flip_any
 from tests.support.features import contains, gather, positions
 
@@ -199,6 +200,25 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
     store = FeatureStore(tmp_path / "grids")
     assert store.regions_at(positions(store, keys[:2])) == (None, None)
     assert np.array_equal(gather(store, keys[:2]), grids[:2])
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("size", [None, 8, 140])
+def test_a_damaged_shard_that_is_read_in_ranges_is_computed_again(
+    s3: str, tmp_path: Path, size: int | None, is_open: bool
+) -> None:
+    """The cache has no room. size: of the rest of the shard, in bytes; None: the shard is missing."""
+    folder, keys = StoragePath(f"s3://data/{tmp_path.name}", StorageOptions(s3)), ["a", "b"]
+    features = np.ones((2, 3, 4), np.float16)
+    write_shard(folder, keys, features)
+    store, shard = FeatureStore(folder, tmp_path, cache_bytes=0), folder / f"shards/{shard_name(keys)}.npy"
+    if is_open:
+        assert np.array_equal(gather(store, keys), features)
+    content = shard.read_bytes()[:size]
+    shard.delete() if size is None else shard.write_bytes(content)
+    with pytest.raises(DamagedError, match=f"{shard_name(keys)}.*; the same command computes its features again$"):
+        gather(store, keys)
+    assert not has_shard(folder, keys)
 
 
 @pytest.mark.parametrize("damage", [cut, empty, flip_any, Path.unlink])

@@ -56,6 +56,10 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, monkeyp
     assert decide(gpus_per_actor=1) == "float32" and not measured, "another kind of device"
     (record,) = [path for path in tmp_path.iterdir() if "this processor" in path.read_text()]
     assert json.loads(record.read_text())["float32"] == 1.0
+    for damaged in ("", "{}", '{"precision": "int8"}'):
+        record.write_text(damaged)
+        measured.append(PrecisionTimes("a third", float32=0.1, bfloat16=0.5))
+        assert decide() == decide() == "float32" and not measured, "measured again and kept"
 
 
 def test_a_measurement_computes_in_both_precisions() -> None:

@@ -29,6 +29,7 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
         best.mkdir(parents=True)
         tensors["swin.norm.bias"] = torch.full_like(tensors["swin.norm.bias"], float(number))
         save_file(tensors, best / "backbone.safetensors")
+        save_file({}, best / "model.safetensors")
         result = StageResult(steps=1, best_step=1, best_score=1.0, kept=True, ended_early="")
         write_json(run.stage(stage) / "DONE.json", asdict(result))
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycap.pipeline.evaluation.reports.tables import SeedScores, Spread, format_table
+from raycap.pipeline.evaluation.comparison.bootstrap import Spread
+from raycap.pipeline.evaluation.reports.tables import SeedScores, format_table
 
 
 def entry(cider: float | None, main_object: float | None = None, images: int = 20) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def test_the_statistics_are_those_of_the_sample() -> None:
         assert (spread.min, spread.max, spread.values) == (values.min(), values.max(), tuple(values))
     assert Spread.of([0.5]) == Spread(0.5, None, 0.5, 0.5, (0.5,)) and Spread.of([0.5]).text() == "0.500"
     assert Spread.of([0.84, 0.85]).text() == "0.845 ± 0.007"
-    assert Spread.of([0.84, 0.85]).text("main object") == "84.5 ± 0.7 %"
+    assert Spread.of([0.84, 0.85]).text(in_percent=True) == "84.5 ± 0.7 %"
 
 
 def test_the_table_has_means_and_ends_and_names_what_is_unavailable() -> None:

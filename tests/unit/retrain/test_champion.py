@@ -43,6 +43,13 @@ def leased(store: ChampionStore) -> Lease:
     return lease
 
 
+def test_a_bundle_that_has_changed_does_not_become_champion(tmp_path: Path) -> None:
+    store = ChampionStore(storage_path(tmp_path), "demo")
+    (tmp_path / "model.safetensors").write_bytes(b"changed")
+    with pytest.raises(OSError, match="has changed since it was compared"):
+        store.copy_bundle(tmp_path, BundleRecord.model_validate(BUNDLE), leased(store))
+
+
 def test_only_files_of_no_decision_are_deleted(tmp_path: Path) -> None:
     """The configuration's name looks like a token."""
     store = ChampionStore(storage_path(tmp_path), "coco-t000009")

@@ -109,7 +109,7 @@ def test_the_champion_is_loaded_and_checked(bundle: Path, names: list[str], tmp_
     assert loaded.caption(names) == raycap.load(champion, device="cpu").caption(names)
     assert loaded.model.digest == record.files["model.safetensors"][:16] and loaded.model.bundle == "small"
     (champion / "card.md").write_text("another")
-    with pytest.raises(OSError, match="is not what it was when it was written"):
+    with pytest.raises(OSError, match="is missing or has changed"):
         raycap.load("champion:demo", storage=tmp_path)
 
 

@@ -149,6 +149,23 @@ def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
     assert taken(where, 0.3).token == 6
 
 
+def test_a_process_with_a_shorter_lease_waits_for_the_renewal_of_a_longer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder's clock is so far behind that its lease seems to have expired. It renews it every 10 s."""
+    where, slept = storage_path(tmp_path / "lease.json"), 0.0
+    record = {"token": 5, "nonce": "n", "holder": "h", "until": 1.0, "seconds": 30}
+    where.write_bytes(json.dumps(record).encode())
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += seconds
+        where.write_bytes(json.dumps(record | {"until": 1.0 + 10 * (slept // 10)}).encode())
+
+    monkeypatch.setattr("raycap.pipeline.storage.lease.time.sleep", sleep)
+    assert isinstance(take_lease(where, 3), LeaseRecord)
+
+
 def test_a_late_holder_finds_that_the_lease_has_passed_on(folder: StoragePath) -> None:
     where = folder / "lease.json"
     early = taken(where, 0.01)

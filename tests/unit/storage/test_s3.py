@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 from botocore.response import StreamingBody
+from s3transfer.exceptions import S3DownloadFailedError
 
-from raycap.pipeline.storage.s3 import BODY_ATTEMPTS, ConflictError, S3Object, StorageError, StorageOptions
+from raycap.pipeline.storage.s3 import (
+    BODY_ATTEMPTS,
+    PART_BYTES,
+    ConflictError,
+    Entry,
+    S3Object,
+    StorageError,
+    StorageOptions,
+)
 
 
 def refusal(status: int, code: str = "") -> ClientError:
@@ -28,6 +38,12 @@ class Client:
         return self._next()
 
     def get_object(self, **_: Any) -> Any:
+        return self._next()
+
+    def head_object(self, **_: Any) -> Any:
+        return self._next()
+
+    def download_file(self, **_: Any) -> Any:
         return self._next()
 
     def _next(self) -> Any:
@@ -61,6 +77,16 @@ def test_a_cut_body_is_read_again(s3_object: Any) -> None:
     with pytest.raises(StorageError, match="s3://data/x: storage failed"):
         where.get()
     assert len(client.answers) == 1
+
+
+def test_a_large_object_that_changes_is_downloaded_again(s3_object: Any, tmp_path: Path) -> None:
+    size, replaced = 3 * PART_BYTES, S3DownloadFailedError("did not match expected ETag")
+    old, new = ({"ContentLength": size, "ETag": tag} for tag in ("old", "new"))
+    where, client = s3_object(old, replaced, old, None, new, new, None, new)  # during and before the transfer
+    assert where.download(tmp_path / "x") == Entry(size, "new") and not client.answers
+    where, _ = s3_object(*[old, replaced] * BODY_ATTEMPTS)
+    with pytest.raises(StorageError, match="s3://data/x: .* replaced"):
+        where.download(tmp_path / "x")
 
 
 def test_a_conditional_write_waits_for_another_one_under_way(s3_object: Any) -> None:

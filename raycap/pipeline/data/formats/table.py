@@ -31,6 +31,8 @@ def table_entries(source: Source) -> Iterator[Values]:
     """The rows of a table by column name. An image in the table is a StoredImage. Raises UserError."""
     path = source.annotations
     name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
+    if path.name.endswith(".parquet.gz"):
+        raise UserError(f"{title} is compressed as a whole, so that no part of it can be read; unpack it with gunzip")
     try:
         if name.endswith(".parquet"):
             with opened(path) as file:

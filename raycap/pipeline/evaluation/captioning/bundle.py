@@ -130,7 +130,7 @@ def save_bundle(
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
-    protocol: of the model's training, and of the search by which it is evaluated. info: JSON values such as scores, run
+    protocol: how it was trained, and with which search it is scored. info: JSON values such as scores, run
     id and versions, for config.yaml and the card.
     Raises ValueError if the model needs a vocabulary of another size.
     """
@@ -444,17 +444,22 @@ def _card(name: str, captioner: Captioner) -> str:
 
 @dataclass(frozen=True)
 class StoredBundle:
-    """A bundle in the storage. If `digests` (sha256 by file name) are given, loading compares them with the files."""
+    """A bundle in the storage. If `digests` (sha256 by file name) are given, its files are compared with them."""
 
     location: StoragePath
     digests: Mapping[str, str] = field(default_factory=dict)
 
-    def load(self) -> Bundle:
-        """The model from the storage. Raises OSError when a file does not have its digest."""
+    def fetch(self) -> Path:
+        """The local folder of the bundle. Raises OSError when a file is missing or does not have its digest."""
         folder = fetched(self.location)
-        if self.digests and bundle_digests(folder, tuple(self.digests)) != self.digests:
-            raise OSError(f"{self.location} is not what it was when it was written; restore it from a copy")
-        return load_bundle(folder)
+        for name, digest in self.digests.items():
+            if not (folder / name).is_file() or file_digest(folder / name) != digest:
+                raise OSError(f"{self.location / name} is missing or has changed; restore the bundle from a copy")
+        return folder
+
+    def load(self) -> Bundle:
+        """The model from the storage. Raises OSError like `fetch`."""
+        return load_bundle(self.fetch())
 
 
 @dataclass(frozen=True)

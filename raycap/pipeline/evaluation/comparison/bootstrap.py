@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.evaluation.reports.tables import Spread
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
 
 if TYPE_CHECKING:
@@ -21,6 +21,28 @@ logger = logging.getLogger(__name__)
 
 RESAMPLES = 10_000
 CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The statistics of one score over seeds. std: with n - 1; None for one seed."""
+
+    mean: float
+    std: float | None
+    min: float
+    max: float
+    values: tuple[float, ...]  # in the order of the seeds
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        std = statistics.stdev(values) if len(values) > 1 else None
+        return Spread(statistics.fmean(values), std, min(values), max(values), tuple(values))
+
+    def text(self, digits: int = 3, *, in_percent: bool = False) -> str:
+        """The mean and the standard deviation as a table's cell, such as `0.843 ± 0.004`."""
+        factor, digits, unit = (100, 1, " %") if in_percent else (1, digits, "")
+        std = "" if self.std is None else f" ± {factor * self.std:.{digits}f}"
+        return f"{factor * self.mean:.{digits}f}{std}{unit}"
 
 
 @dataclass(frozen=True)

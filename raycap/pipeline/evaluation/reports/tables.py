@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raycap.models.config import Values
+from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.scores.metrics import MetricScores
 
 UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
@@ -31,28 +31,6 @@ def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]
         for label, *cells in table
     ]
     return "\n".join([*lines, *dict.fromkeys(reasons)])
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The statistics of one score over seeds. std: with n - 1; None for one seed."""
-
-    mean: float
-    std: float | None
-    min: float
-    max: float
-    values: tuple[float, ...]  # in the order of the seeds
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        std = statistics.stdev(values) if len(values) > 1 else None
-        return Spread(statistics.fmean(values), std, min(values), max(values), tuple(values))
-
-    def text(self, column: str = "", digits: int = 3) -> str:
-        """The mean and the standard deviation as a table's cell, such as `0.843 ± 0.004`."""
-        factor, digits, unit = (100, 1, " %") if column == MAIN_OBJECT else (1, digits, "")
-        std = "" if self.std is None else f" ± {factor * self.std:.{digits}f}"
-        return f"{factor * self.mean:.{digits}f}{std}{unit}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +89,7 @@ class SeedScores:
         count, spreads = len(self.labels), {column: self.spread(split, column) for column in columns}
         seeds = f"{count} seeds" if count > 1 else "1 seed"
         cells = [
-            self._missing(split, column) if spread is None else spread.text(column)
+            self._missing(split, column) if spread is None else spread.text(in_percent=column == MAIN_OBJECT)
             for column, spread in spreads.items()
         ]
         rows = [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
@@ -141,7 +119,9 @@ class SeedScores:
 def single_scores(columns: Sequence[str], values: Sequence[float | None]) -> list[str]:
     """The cells of single scores; empty for None."""
     pairs = zip(columns, values, strict=True)
-    return ["" if value is None else Spread.of([value]).text(column) for column, value in pairs]
+    return [
+        "" if value is None else Spread.of([value]).text(in_percent=column == MAIN_OBJECT) for column, value in pairs
+    ]
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, float | None]:

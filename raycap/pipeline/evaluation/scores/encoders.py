@@ -23,7 +23,7 @@ from raycap.models.convert.tensor_files import read_tensors
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import EncoderSection, TextEncoderSection
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
-from raycap.pipeline.evaluation.scores.metrics import UnavailableError
+from raycap.pipeline.errors import UnavailableError
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.storage.path import StoragePath

@@ -17,7 +17,7 @@ import numpy as np
 from raycap.models.config import Values
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.errors import UnavailableError, UserError
 from raycap.pipeline.evaluation.scores import java, ngrams
 from raycap.pipeline.evaluation.scores.grounding import (
     CLIP_WEIGHT,
@@ -48,10 +48,6 @@ _INPUTS: dict[Input, str] = {
     "bert": "the files of a BERT or RoBERTa; name their folder as evaluation.inputs.bert.folder",
 }
 BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
-
-
-class UnavailableError(Exception):
-    """A metric has no value for these captions. The message is the reason."""
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,18 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """The content of a regular file, which a link may lead to.
 
     Raises OSError for a folder, pipe, socket or device, without waiting for a writer, and for a file of more than
-    `max_bytes` bytes, whose content takes no memory.
+    `max_bytes` bytes, of which no more is read.
     """
     with open_regular_file(path) as file:
-        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
-            raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
-        return file.read()
+        if max_bytes is None:
+            return file.read()
+        if (size := os.fstat(file.fileno()).st_size) <= max_bytes:
+            data = file.read(size + 1)
+            if len(data) > size:  # the file grows
+                data += file.read(max_bytes + 1 - len(data))
+            if len(data) <= max_bytes:
+                return data
+        raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
 
 
 def is_file(path: Path) -> bool:

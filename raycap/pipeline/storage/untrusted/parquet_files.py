@@ -104,7 +104,7 @@ class _Child:
             try:
                 self._pipe.send_bytes(json.dumps({**task, "size": file.seek(0, os.SEEK_END)}).encode())
                 while kind != b"D":
-                    kind, content = self._pipe.recv_bytes(), self._pipe.recv_bytes()
+                    kind, content = self._received(), self._received()
                     if kind == b"R":
                         start, length = json.loads(content)
                         file.seek(start)
@@ -119,6 +119,13 @@ class _Child:
             finally:
                 if kind not in (b"D", b"E"):  # also when the file could not be read, and the child waits for a range
                     self.stop()
+
+    def _received(self) -> bytes:
+        """The next message. Raises EOFError also if the child ends inside a message."""
+        try:
+            return self._pipe.recv_bytes()
+        except OSError as error:
+            raise EOFError(str(error)) from error
 
     def _start(self) -> None:
         self._pipe, other = Pipe()
