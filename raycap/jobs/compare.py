@@ -177,9 +177,7 @@ def write_comparison(
         "split": split,
         "signature": first.protocol.signature,
         "scores": {name: result.values for name, result in results.items()},
-        "intervals": {
-            name: {key: [each.low, each.high] for key, each in row.items()} for name, row in intervals.items()
-        },
+        "intervals": {name: {k: [each.low, each.high] for k, each in row.items()} for name, row in intervals.items()},
         "differences": {name: {key: asdict(each) for key, each in row.items()} for name, row in differences.items()},
         "costs": costs,
     }

@@ -80,11 +80,7 @@ def score(
         print(f"{count} have no prediction: left out, also of the document frequencies")
     section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
     several = None if n_best is None else read_n_best(n_best)
-    uris: dict[ImageId, str] = {}
-    if images is not None:
-        if not images.is_dir():
-            raise UserError(f"--images {images}: no such folder; give the folder of the images")
-        uris = {image: str(images.absolute() / name) for image, name in read_file_names(references).items()}
+    uris = {} if images is None else _image_files(images, references)
     scores = score_captions(
         captions,
         candidates,
@@ -101,6 +97,13 @@ def score(
         _write_per_image(per_image, scores, [candidates[image] for image in scores.image_ids])
         print(f"Scores of each image: {per_image}")
     return scores
+
+
+def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
+    """The file of each image that the references name."""
+    if not folder.is_dir():
+        raise UserError(f"--images {folder}: no such folder; give the folder of the images")
+    return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}
 
 
 def _write_per_image(path: Path, scores: MetricScores, captions: Sequence[str]) -> None:
