@@ -131,7 +131,7 @@ def _extractor(
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
     """The rows of an extraction: the images, and with `features.views` the views of training images.
 
-    A training image itself is a row, too, if its split is also used without views. With views, the result has only the
+    If a split is also used without views, its training images are rows as well. With views, the result has only the
     columns key and uri.
     """
     views = config.features.training_views

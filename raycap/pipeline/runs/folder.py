@@ -38,7 +38,7 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-_BUILDING = Lock()
+_BUILDING = Lock()  # of `_metadata_checks`
 TOKENS = "tokens"  # the ids of the captions in data.arrow
 # The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
