@@ -108,6 +108,16 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations caption in this process, if `features.store` is never, and draw no heat maps, which takes long."""
+    from tests.support.captioning import caption_here
+
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.caption_on_cluster", caption_here)
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.start_ray", lambda *_: None)
+    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", lambda images, *_, **__: list(images))
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The URL of one S3 server without faults, with the bucket `data`, for all tests that need one."""
@@ -153,3 +163,12 @@ def write_karpathy(folder: Path, splits: dict[str, int], size: int = 24) -> Path
         )
     (folder / "dataset.json").write_text(json.dumps({"images": entries}))
     return folder
+
+
+def colors_config(folder: Path) -> dict[str, Any]:
+    """A configuration to evaluate bundles of `make_bundle` on 5 images of `write_karpathy`, read as pixels."""
+    root = write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
+    values = small_config(folder / "results", data={"root": str(root), "train_splits": ["train"], "min_count": 1})
+    values["data"] |= {"val_split": "val", "test_splits": ["test"]}
+    values["features"] = {"store": "never"}
+    return values

@@ -101,7 +101,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "system", [pytest.param(name, marks=[pytest.mark.proof] * (name != "clustformer")) for name in SYSTEMS]
 )
-def test_a_model_is_trained_on_coco_and_scored_on_nocaps(files: Path, system: str, ray_session: None) -> None:
+def test_a_model_is_trained_on_coco_and_scored_on_nocaps(
+    files: Path, system: str, ray_session: None, without_ray: None
+) -> None:
     """Its stages train without Ray. Constraints, 2 of 3, put a word into captions that no training caption has."""
     stages, settings = SYSTEMS[system]
     values = SMALL | settings | {"storage": files / "results", "data.min_count": 1}

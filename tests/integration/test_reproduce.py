@@ -55,6 +55,7 @@ def scores(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "evaluation" / "scores.json").read_text())
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_expansionnet_from_its_published_files(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
     files = tmp_path / "the files"

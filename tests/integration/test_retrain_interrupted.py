@@ -85,10 +85,14 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
 WRITES = {"promoted": 8, "kept": 6}
 
 
-KEPT = pytest.param(("disk", "kept"), marks=pytest.mark.proof)
+def cases(quick: tuple[str, str]) -> pytest.MarkDecorator:
+    """Where the storage is and the expected verdict. `make test` runs `quick` only."""
+    every = (("disk", "promoted"), ("disk", "kept"), ("s3", "promoted"))
+    params = [pytest.param(each, id="-".join(each), marks=[pytest.mark.proof] * (each != quick)) for each in every]
+    return pytest.mark.parametrize("ahead", params, indirect=True)
 
 
-@pytest.fixture(params=[("disk", "promoted"), KEPT, ("s3", "promoted")], ids=str)
+@pytest.fixture
 def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:
@@ -117,6 +121,7 @@ def ahead(
     return verdict, worlds()
 
 
+@cases(("disk", "promoted"))
 def test_killed_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, worlds = ahead
 
@@ -146,6 +151,7 @@ def test_killed_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatc
             return
 
 
+@cases(("s3", "promoted"))
 def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each write in turn, a retraining is suspended while another one runs to its end."""
     verdict, worlds = ahead

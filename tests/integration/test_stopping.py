@@ -98,7 +98,7 @@ def test_a_signal_during_training_saves_a_checkpoint(
     monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
     # Ray Data warns of its own deprecated options when it is imported, which another test may have done
     monkeypatch.setattr("warnings.showwarning", lambda *_, **__: None)
-    stage = small_config(tmp_path)["stages"][1] | {"epochs": 100, "validate_every_epochs": 50}
+    stage = small_config(tmp_path)["stages"][1] | {"epochs": 20, "validate_every_epochs": 10}
     stage |= {"checkpoint_every_steps": 10**6}
     settings = {"stages": [stage], "workers__dry_run": False}
     config = write_config(tmp_path / "run.yaml", small_config(tmp_path / "stopped", **settings))

@@ -75,6 +75,7 @@ def check_tracker(storage: Path) -> None:
     assert sum({"CIDEr-D", "test_CIDEr-D"} <= run.data.metrics.keys() for run in children) == 2
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_when_every_trial_fails_the_exit_code_is_1(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support.ray_cluster import free_port
+
 
 class MlflowServer:
     """A server whose data outlive it. `store`: a database's URI; `artifacts`: a folder or an s3:// prefix."""
 
     def __init__(self, folder: Path, store: str | None = None, artifacts: str | None = None) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.store, self.log = store or f"sqlite:///{folder / 'server.db'}", folder / "server.log"
         self.artifacts = artifacts or str(folder / "artifacts")
