@@ -24,7 +24,8 @@ CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycac
 def pytest_configure() -> None:
     """One thread per process, and credentials for S3 servers, before torch and Ray start.
 
-    With small tensors more threads only wait for each other. Processes that tests start inherit the variables.
+    More threads would only wait for each other, because the tensors are small. Processes that tests start inherit the
+    variables.
     """
     os.environ.update(CREDENTIALS, OMP_NUM_THREADS="1")
 
@@ -60,7 +61,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_root() -> Iterator[None]:
-    """Nothing that tests write lies in the checkout's root afterwards; what was there before may stay."""
+    """Fails if tests have left a file in the checkout's root that was not there before."""
     before = {path.name for path in ROOT.iterdir()}
     yield
     left = {path.name for path in ROOT.iterdir()} - before - CACHES
@@ -69,13 +70,13 @@ def clean_root() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing that tests cache stays on the machine; processes that they start inherit it."""
+    """Gives tests, and processes that they start, a cache that is removed with pytest's temporary folders."""
     os.environ["RAYCAP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
 def propagating_loggers() -> Iterator[None]:
-    """A command that runs in a test does not hide later tests' records from `caplog`."""
+    """Undoes what a command does to logging, so that `caplog` sees the records of later tests."""
     yield
     logging.raiseExceptions = True
     logging.getLogger(PACKAGE).propagate = True
@@ -91,7 +92,7 @@ def log_lines() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def clusters_can_start() -> Iterator[None]:
-    """A command in this process makes Ray listen on the loopback interface only, also a cluster of a later test."""
+    """Removes the variable by which a command in this process makes every later Ray listen on the loopback only."""
     yield
     os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
 
@@ -126,7 +127,9 @@ def s3() -> Iterator[str]:
 
 
 def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The demo's configuration shrunk to seconds, as plain values; `changes` by dotted key."""
+    """The plain values of the demo's configuration, shrunk so that a run takes seconds.
+
+    changes: values by key, with two underscores in place of each dot."""
     data = read_values(ROOT / "raycap" / "configs" / "demo.yaml")
     data["storage"] = storage if isinstance(storage, dict) else str(storage)
     data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}

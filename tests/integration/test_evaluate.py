@@ -69,7 +69,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 
 
 def test_further_metrics_are_computed_for_both_models(tmp_path: Path, without_ray: None) -> None:
-    """With several captions per image, and with the images themselves."""
+    """Some metrics need several captions per image, and some need the images."""
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
     write_tiny_clip(tmp_path / "clip.safetensors")

@@ -72,7 +72,7 @@ def training(world: World) -> str:
 
 @pytest.mark.proof
 def test_doctor(world: World) -> None:
-    """A job on the cluster asks the nodes, one of which cannot make its cache; then all answer the joined driver."""
+    """First a job on the cluster finds that one node cannot make its cache. Then a joined driver finds no failure."""
     cache = world.cluster.folder / "disks" / "1" / "disk" / "cache"
     cache.touch()
     words = ("doctor", world.config, "--address", world.cluster.dashboard)
@@ -150,7 +150,7 @@ def test_tune(world: World) -> None:
 
 @pytest.mark.proof
 def test_a_trial_on_two_workers(world: World) -> None:
-    """Its process runs Ray Train, whose workers are on both nodes, and reads their journal from the storage."""
+    """The trial's process runs Ray Train with a worker on each node, and reads their journal from the storage."""
     search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
     output = world.joined("tune", search)
     assert "2 x 1 CPU, 1 GPU each" in output and re.search(r"N_E 1\s+finished", output)

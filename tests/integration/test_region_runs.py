@@ -53,7 +53,7 @@ def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, syste
 @pytest.mark.parametrize("system", [MESHED_MEMORY, CLUSTERED], ids=lambda system: system["name"])
 @pytest.mark.parametrize("stage", FROZEN_STAGES)
 def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[str, Any], stage: str) -> None:
-    """What pads a row changes nothing; other lengths do, and other boxes for the model that arranges by them."""
+    """Padding changes no gradient, and other lengths do. Other boxes do if the model arranges regions by them."""
     folder, store = prepare_region_run(tmp_path, system)
     run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)

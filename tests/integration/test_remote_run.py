@@ -97,7 +97,7 @@ def test_markers_go_up_last_and_away_first(url: str, tmp_path: Path, monkeypatch
 
 
 def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages with everything on S3, each broken off once and gone on with from an empty cache."""
+    """Everything of two stages is on S3. Each is broken off once and continued with an empty cache."""
     stages = [stage for stage in small_config(tmp_path)["stages"] if stage["name"] in FROZEN_STAGES]
     local, local_store = prepare_run(tmp_path / "local", stages=stages)
     train_stages(LocalContext("cpu"), StageJob(local, FROZEN_STAGES, local_store))

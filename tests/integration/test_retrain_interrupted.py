@@ -52,7 +52,7 @@ def test_of_two_concurrent_calls_one_does_nothing(world: World) -> None:
 
 
 class Killed(BaseException):
-    """Stands for kill -9: the lease is not released."""
+    """Stands for kill -9, after which the lease is not released."""
 
 
 def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str]:
@@ -80,8 +80,8 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
     return done
 
 
-# The minimum number of writes: lease, token, (two files of a bundle), snapshot, record, page, champion.json. Renewals
-# of the lease add some.
+# The smallest number of writes: lease, token, two files of a bundle if it is promoted, snapshot, record, page and
+# champion.json. Renewals of the lease add to it.
 WRITES = {"promoted": 8, "kept": 6}
 
 
@@ -181,7 +181,7 @@ def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeyp
 def test_a_process_suspended_between_check_and_write_is_fenced_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process finds bad data and decides nothing; its token alone fences out the suspended one."""
+    """Another process finds bad data and decides nothing. Its token is enough to fence out the suspended process."""
     first(world)
     world.add("train", 20, range(3, 8))
     monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)

@@ -52,9 +52,9 @@ def test_a_run_decides_its_precision_once_and_every_attempt_its_checkpointing(
 def test_a_run_killed_continues_and_once_complete_is_left_alone(
     tmp_path: Path, ray_session: None, log_lines: list[str]
 ) -> None:
-    """kill -9 of the driver in the middle of xe_frozen; then the same command; then once more.
+    """The driver is killed with kill -9 in the middle of xe_frozen. Then the same command runs twice.
 
-    That the weights are those of an undisturbed run is shown by test_loop, and by tests/faults on Ray.
+    test_loop, and tests/faults on Ray, show that the weights are those of an undisturbed run.
     """
     stages = [stage for stage in small_config(tmp_path)["stages"] if stage["name"] in FROZEN_STAGES]
     stages[0] |= {"epochs": 20, "validate_every_epochs": 10}
@@ -92,7 +92,7 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(
 
 
 def check_tracker(storage: Path, run_id: str) -> None:
-    """One parent, a child a stage, every step once, the model registered and able to caption."""
+    """One parent run has a child for each stage, each step is logged once, and the registered model captions."""
     import mlflow
     from mlflow import MlflowClient
 

@@ -59,7 +59,7 @@ class Served:
         return self.client.post("/caption", files=as_files(*names), data={"model": model})
 
     def is_right(self, answer: httpx2.Response, *names: str) -> bool:
-        """Whether the captions are those of the model that the answer names."""
+        """True if the captions are those of the model that the answer names."""
         return is_right(answer.json(), names, self.captions)
 
 

@@ -174,7 +174,8 @@ def test_images_above_the_limit_are_refused(registered: Registered, monkeypatch:
 def test_a_uri_leads_nowhere_outside_the_roots(
     registered: Registered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One answer for what is not there, not allowed and no image; MLflow's answers contain the whole stack trace."""
+    """A missing file, a forbidden one and one that is no image get the same answer, though MLflow's answers contain the
+    whole stack trace."""
     from mlflow.exceptions import MlflowException
     from mlflow.pyfunc.scoring_server import invocations
 
