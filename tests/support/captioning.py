@@ -17,7 +17,7 @@ from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption
 def caption_here(
     models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_values: bool = True
 ) -> Captioned:
-    """What `caption_on_cluster` gives, by the only worker's task in this process."""
+    """What `caption_on_cluster` gives, computed in this process by the task of a single worker."""
     workers = config.workers.model_copy(update={"num_workers": 1})
     found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
     begin = time.monotonic()
@@ -31,7 +31,7 @@ def caption_here(
 def captions_of(
     texts: Mapping[int, str | Sequence[str]], signals: Mapping[int, tuple[float, ...]] | None = None
 ) -> dict[int, ImageCaption]:
-    """The captions of images by id, one text or several for each, as an evaluation has them."""
+    """The captions of images in the form of an evaluation. texts: one text or several for each image id."""
     found = {}
     for image, given in texts.items():
         several = [given] if isinstance(given, str) else given

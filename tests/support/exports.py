@@ -44,7 +44,7 @@ SYSTEMS: dict[str, tuple[ModelConfig, bool]] = {
 
 
 def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0) -> Captioner:
-    """A captioner with random weights, in evaluation; its output weights make captions differ, also in length."""
+    """A captioner with random weights, in evaluation mode. Its output weights make captions differ, also in length."""
     torch.manual_seed(seed)
     swin = Backbone(SWIN) if has_backbone else None
     width = WIDTH if swin is None else swin.width

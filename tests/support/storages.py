@@ -32,7 +32,7 @@ class FakeStorage:
     def run(
         self, run_id: str, done: int = 2, *, complete: bool = True, step: bool = True, regions: bool = False
     ) -> None:
-        """A run whose first `done` stages are finished. step: with a checkpoint in the last stage that has begun."""
+        """A run whose first `done` stages are finished. step: whether the last stage has a checkpoint."""
         folder = f"runs/{run_id}"
         config = {"stages": [{"name": name} for name in STAGES], "data": {"val_split": "val", "test_splits": ["test"]}}
         self.write(f"{folder}/config.yaml", yaml.safe_dump(config).encode())
