@@ -50,9 +50,8 @@ class BadDay:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
             size = int(environ.get("CONTENT_LENGTH") or 0)
-            environ["wsgi.input"] = io.BytesIO(
-                environ["wsgi.input"].read(size)
-            )  # before the lock is taken, because a client may stop in the middle
+            # before the lock is taken, because a client may stop in the middle
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(size))
             with self.conditional:
                 return self._answer(environ, start_response)
         return self._answer(environ, start_response)
