@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import raycap.pipeline.evaluation.evaluate
 from raycap.jobs.compare import compare_models
-from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.conftest import colors_config
 from tests.support.bundles import WORDS, make_bundle
 from tests.support.runs import write_config
@@ -42,17 +40,9 @@ def config(tmp_path: Path) -> Path:
     return write_config(tmp_path / "run.yaml", values)
 
 
-@pytest.fixture(autouse=True)
-def without_java(without_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither Ray nor Java."""
-
-    def scored(*given: Any, **options: Any) -> Any:
-        return score_captions(*given, **options | {"metrics": ("BLEU-4", "ROUGE-L", "CIDEr-D")})
-
-    monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "score_captions", scored)
-
-
-def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: Path, log_lines: list[str]) -> None:
+def test_three_models_side_by_side(
+    tmp_path: Path, bundles: list[str], config: Path, without_ray: None, log_lines: list[str]
+) -> None:
     out = tmp_path / "out"
     assert compare_models(bundles, config, out=str(out)) == 0
     content: dict[str, Any] = json.loads((out / "compare.json").read_text())
