@@ -20,12 +20,13 @@ from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import Stage, check_address, check_resources, start_extraction, start_ray
+from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
@@ -36,7 +37,7 @@ from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
-from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
+from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.results import (
@@ -47,7 +48,6 @@ from raycap.pipeline.runs.results import (
     stored_captions,
     stored_confidences,
     validation_by_stage,
-    validation_lines,
 )
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -71,11 +71,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     """
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
-    try:
-        summary = folder.summary
-    except DamagedError as error:
-        logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
-        summary = None
+    summary = folder.summary
     # the missing decorations and scores of a complete run that this machine can make
     missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:
@@ -166,14 +162,6 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     return groups
 
 
-def shares_text(config: RunConfig, stage: StageSection) -> str:
-    """How the workers share a batch, such as `3 workers x 6 to 7 x 2 accumulated`."""
-    spans = (config.workers.counts[0], config.workers.counts[-1]), config.micro_batch_sizes(stage)
-    workers, samples = (f"{low}" if low == high else f"{low} to {high}" for low, high in spans)
-    steps = stage.gradient_accumulation_steps
-    return f"{workers} workers x {samples}" + (f" x {steps} accumulated" if steps > 1 else "")
-
-
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
@@ -221,8 +209,6 @@ class RunDriver:
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
-        if (text := describe_delivered(self.folder)) is not None:
-            logger.info(f"deliver   {text}")
 
     def evaluate(self) -> None:
         """Writes the bundle, evaluates it on all splits, writes report and summary, and registers the model.
@@ -310,26 +296,19 @@ class RunDriver:
 
     def _describe(self, stage: StageSection) -> str:
         """A stage as a line of the plan."""
-        per_sample = ""
-        if stage.objective == "scst":
-            per_sample = f" x {stage.sampling.num_samples} samples"
-        elif stage.captions_per_image > 1:
-            per_sample = f" x {stage.captions_per_image} captions"
-        features = "end to end" if stage.train_backbone else "frozen features"
-        if not stage.train_backbone and self.config.features.store == "never":
-            features += " computed at each step"
-        what = f"{stage.name}: {stage.objective}, {features}"
-        if stage.ema is not None:
-            what += f", weights averaged with decay {stage.ema:g}"
+        what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
         if stage.freeze:
             what += f", without training {', '.join(stage.freeze)}"
         if self.folder.result(stage.name):
             return f"{what}, done"
-        return (
-            f"{what}, {total_steps(stage, self.folder.num_samples(stage))} steps "
-            f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
-            f"{shares_text(self.config, stage)}"
-        )
+        steps, samples = total_steps(stage, self.folder.num_samples(stage)), "images"
+        if stage.samples_are_pairs:
+            samples = "pairs"
+        elif stage.objective == "scst":
+            samples += f" x {stage.sampling.num_samples} samples"
+        elif stage.captions_per_image > 1:
+            samples += f" x {stage.captions_per_image} captions"
+        return f"{what}, {steps} steps of {stage.batch_size} {samples}"
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
@@ -443,15 +422,18 @@ class RunDriver:
         elif self.config.tracking.enabled:
             tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
         has_report = (folder.path / "report.html").is_file()
+        # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
+        validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+        stage = folder.delivered()
         lines = [
             "",
             format_table(*score_table(scores.splits)),
             "",
-            *validation_lines(self.config, by_stage),
+            f"validation CIDEr-D ({metric_tokenizer(self.config.data.language)} tokens)  {validation}",
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}",
+            f"model        {bundle}{'' if stage is None else f' (stage {stage.name})'}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from raycap.models.config import Values
-from raycap.pipeline.config.languages import metric_tokenizer
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import N_BEST, read_predictions
 from raycap.pipeline.data.dataset import Dataset
@@ -133,22 +131,6 @@ def validation_by_stage(folder: RunFolder) -> dict[str, float]:
             if scores is not None and (value := scores.values["CIDEr-D"]) is not None:
                 values[stage.name] = value
     return values
-
-
-def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
-    """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy.
-
-    These scores use the metrics' words, like the score table. During training, validation uses the vocabulary's tokens.
-    """
-    label = f"validation CIDEr-D ({metric_tokenizer(config.data.language)} tokens)  "
-    yield label + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
-    objectives = {stage.name: stage.objective for stage in config.stages}
-    ascending = sorted(by_stage.items(), key=lambda item: item[1])
-    # The highest value of each objective: in ascending order, a later value replaces an earlier one.
-    best = {objectives[name]: value for name, value in ascending}
-    if best.keys() == {"cross_entropy", "scst"}:
-        gain = best["scst"] - best["cross_entropy"]
-        yield f"{'':{len(label)}}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
 
 def run_page(page: Report, folder: RunFolder, by_stage: Mapping[str, float], durations: Mapping[str, float]) -> Report:

@@ -49,6 +49,11 @@ from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summ
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
+NO_CIDER = 5e-5  # CIDEr-D that is printed as 0.0000
+CANNOT_CLIMB = (
+    "SCST cannot climb: validation CIDEr-D is 0.0000, and where every sampled caption has the reward 0, none is "
+    "preferred. Train cross entropy longer; if the score stays 0, `raycap check` the data"
+)
 REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation or search makes progress
 
 
@@ -233,6 +238,8 @@ class StageRun:
         stop = progress.step if progress.ended_early else self.total
         if self.reward is not None and progress.step < stop:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
+            if 0 <= self._initial_score() < NO_CIDER:
+                output.log("notice", progress.step, {"text": CANNOT_CLIMB})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):

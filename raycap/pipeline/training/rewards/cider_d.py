@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -24,37 +24,36 @@ _BATCH = 1024  # images whose captions are Python lists at a time
 class References:
     """The captions of each image. An image is numbered by its position.
 
-    ids: (I,) int64, distinct. read: the captions of the images with these numbers (n,), which ascend. For a data set
-    they remain in the memory-mapped pages of its file.
+    For a data set they remain in the memory-mapped pages of its file.
     """
 
-    def __init__(self, ids: np.ndarray, read: Callable[[np.ndarray], list[list[str]]]) -> None:
-        self._ids, self._read = ids, read
+    def __init__(self, ids: np.ndarray, captions: pa.Array) -> None:
+        """ids: of the images, all different. captions: a list of texts per image."""
+        self._ids, self._captions = ids, captions
 
     @classmethod
     def of(cls, dataset: Dataset, tokenizer: str | None = None) -> References:
         """Those of a data set, numbered as its rows: raw captions, or with a tokenizer the texts that it splits."""
         captions = dataset.table[text_column(tokenizer)].combine_chunks()  # `take` on many chunks would join them
-        ids: np.ndarray = dataset.table["image_id"].to_numpy()
-        return cls(ids, lambda numbers: captions.take(pa.array(numbers)).to_pylist())
+        return cls(dataset.table["image_id"].to_numpy(), captions)
 
     @classmethod
     def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
         """The captions by image id."""
-        captions = [list(each) for each in texts.values()]
-        return cls(np.array(list(texts), np.int64), lambda numbers: [captions[each] for each in numbers.tolist()])
+        return cls(np.array(list(texts), np.int64), pa.array(texts.values(), pa.list_(pa.string())))
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._captions)
 
     def __getitem__(self, index: int) -> list[str]:
         """The captions of one image."""
-        return self._read(np.array([index]))[0]
+        captions: list[str] = self._captions[index].as_py()
+        return captions
 
     def __iter__(self) -> Iterator[list[str]]:
         """The captions of each image."""
         for begin in range(0, len(self), _BATCH):
-            yield from self._read(np.arange(begin, min(begin + _BATCH, len(self))))
+            yield from self._captions.slice(begin, _BATCH).to_pylist()
 
     def indices_of(self, images: Sequence[int]) -> np.ndarray:
         """The numbers (len(images),) int64 of these image ids. Raises KeyError for an id without captions."""
