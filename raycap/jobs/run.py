@@ -201,9 +201,7 @@ class RunDriver:
         self._check_disk()
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        if self.config.workers.dry_run and (
-            self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
-        ):
+        if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
             self._dry_run()
         self.folder.write_config()  # before any worker starts
         for group in stage_groups(self.config.stages):
@@ -316,24 +314,12 @@ class RunDriver:
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
-        checkpointing = False
         with self._timed("dry run"), watch:
             for result in watch.stream(dry_run, [(self.folder,)], workers.task_options):
                 if result.error is not None:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
-                checkpointing |= result.checkpointing
-                text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
-                logger.info(text + (", with activations computed again" if result.checkpointing else ""))
-        if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
-            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
-            self._decide(self.config.model_copy(update={"backbone": backbone}))
-
-    @property
-    def _decides_checkpointing(self) -> bool:
-        """True if a dry run must find out if the GPUs have the memory to keep a backbone's activations."""
-        trains_backbone = any(stage.train_backbone for stage in self._pending)
-        is_open = self.config.backbone.gradient_checkpointing == "auto"
-        return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
+                seconds, memory = f"{result.seconds:.1f} s", f"{result.memory_mb:.0f} MiB"
+                logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
 
     def _check_disk(self) -> None:
         """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""

@@ -115,14 +115,8 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
                 caption_split(context, folder, job.caption_split, job.store, job.excluded, output)
 
 
-def stage_captioner(
-    folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool | None = None
-) -> Captioner:
-    """The captioner of a stage without a checkpoint: its initial weights, frozen ones, dropout, drop path, precision.
-
-    checkpointing: of the backbone's activations; None for what is configured, or what the dry run has decided. Without
-    a decision, a GPU computes activations again and a CPU keeps them.
-    """
+def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
+    """The captioner of a stage that begins, with its weights, frozen parts, dropout, drop path and precision."""
     config = folder.config
     model = build_model(config.model, folder.metadata.sizes)
     set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
@@ -130,10 +124,6 @@ def stage_captioner(
     backbone = None
     if stage.train_backbone:
         backbone = Backbone(config.backbone, with_weights=False)
-        if checkpointing is None:
-            setting = config.backbone.gradient_checkpointing
-            checkpointing = device.type == "cuda" if setting == "auto" else setting
-        backbone.set_gradient_checkpointing(checkpointing)
         if stage.drop_path is not None:
             set_drop_path(backbone, stage.drop_path)
         load_weights(backbone, folder.weights_before(stage, "backbone"))
