@@ -53,7 +53,7 @@ TRIAL, BEST = re.compile(r"trials/.*\.json"), re.compile(r"(stages/[^/]+/best-\d
 # What raycap writes into a run's folder. A folder with anything else may be another program's.
 KNOWN = {
     "config.yaml", "decisions.json", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log",
-    "predictions", "scores.json", "report.html", "COMPLETE.json", "tokens", ".lock",
+    "predictions", "scores.json", "report.html", "COMPLETE.json", ".lock",
 }  # fmt: skip
 # The files that are removed first, in this order: without them a reader takes nothing else of a folder for complete.
 MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")

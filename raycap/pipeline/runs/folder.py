@@ -5,7 +5,7 @@ workers open a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes 
 a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
-                scores.json report.html COMPLETE.json tokens/
+                scores.json report.html COMPLETE.json
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raycap.pipeline.config.load import dump_config, parse_stored_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
+from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
@@ -37,7 +37,6 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-TOKENS = "tokens"  # the ids of the captions in data.arrow
 # The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
@@ -236,22 +235,6 @@ class RunFolder:
         """Samples per epoch of a stage: (image, caption) pairs, or images."""
         train = self.training_images(stage)
         return train.num_captions if stage.samples_are_pairs else len(train)
-
-    def tokens(self) -> TokenFiles:
-        """The tokens of the captions of the data set's images, memory-mapped. Raises DamagedError."""
-        path = self.path / TOKENS
-        with _reading(path, "`raycap run` writes it again"):
-            files = TokenFiles.open(path)
-            if files.num_images != len(self.dataset):
-                raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
-            return files
-
-    def write_tokens(self, vocabulary: Vocabulary) -> None:
-        """Writes the files that `tokens` opens, and uploads them. It takes about 10 s per million captions."""
-        lists = self.dataset.texts_by_image(vocabulary.tokenizer)
-        encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
-        write_tokens(self.path / TOKENS, encoded)
-        self.push(TOKENS)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

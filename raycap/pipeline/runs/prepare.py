@@ -26,7 +26,6 @@ from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_b
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.folder import (
     DECISIONS,
-    TOKENS,
     RunFolder,
     RunMetadata,
     open_folder,
@@ -71,15 +70,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset, is_complete):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    folder = replace(folder)  # a new object, which has not cached the old data set
-    if not is_complete:
-        try:
-            folder.tokens()
-        except DamagedError as error:
-            if (folder.path / TOKENS).exists():
-                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-            folder.write_tokens(folder.vocabulary)
-    return folder
+    return replace(folder)  # a new object, which has not cached the old data set
 
 
 def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
@@ -150,7 +141,6 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         parameters={"backbone": 0} | counts,
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
-    folder.write_tokens(vocabulary)
     write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
     folder.push("run.json")
 

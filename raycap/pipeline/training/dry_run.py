@@ -91,7 +91,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
-    captions = CaptionTokens.of_images(folder, train)
+    captions = CaptionTokens.of(train, folder.vocabulary)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.

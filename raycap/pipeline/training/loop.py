@@ -192,7 +192,7 @@ class StageRun:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
-        captions = CaptionTokens.of_images(folder, train)
+        captions = CaptionTokens.of(train, folder.vocabulary)
         rank, world_size = context.world_rank, context.world_size
         self.computer = feature_computer(folder, stage, context.device)
         computes = self.computer is not None
