@@ -28,7 +28,6 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
-from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
@@ -46,12 +45,12 @@ from raycap.pipeline.runs.results import (
     local_bundle,
     run_page,
     stored_captions,
-    stored_confidences,
     validation_by_stage,
 )
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.digests import DIGESTS
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.mlflow_client import public_uri
@@ -91,7 +90,8 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
             else:
                 logger.info(f"{folder.run_id} is complete except for {', '.join(missing)}")
                 driver.durations |= summary["durations"]
-                driver.confidences = stored_confidences(folder)
+            if summary is None or not (local_bundle(folder) / DIGESTS).is_file():
+                bundle_run(driver.folder)
             driver.evaluate()
         except BaseException as error:
             failure = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
@@ -170,7 +170,6 @@ class RunDriver:
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
-        self.confidences: tuple[Confidence, ...] = ()  # in the bundle of a complete run; `raycap evaluate` adds some
         self.tracker = Tracker(self.folder)
         self.tracker.start()
 
@@ -209,14 +208,13 @@ class RunDriver:
                 self._train(group)
 
     def evaluate(self) -> None:
-        """Writes the bundle, evaluates it on all splits, writes report and summary, and registers the model.
+        """Evaluates the bundle on all splits, writes report and summary, and registers the model.
 
         Captions of an earlier attempt are used again if they are those of the same bundle.
         """
         self._decide_precisions()
         self.folder.write_config()
         folder, decorations = self.folder, Decorations()
-        bundle_run(folder, confidences=self.confidences)
         with self._timed("evaluation"):
             by_stage = validation_by_stage(folder)
             scores = self._score(by_stage)
@@ -322,19 +320,14 @@ class RunDriver:
                 logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
 
     def _check_disk(self) -> None:
-        """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
-        metadata, pending = self.folder.metadata, self._pending
-        bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
-        num_stores = num_training = 0
-        if pending and not self.folder.home:  # stores on S3 need no local disk
-            # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
-            trains = [stage.train_backbone for stage in pending]
-            num_stores = int(not trains[0]) + sum(trains)
-            if self.config.features.store == "always":
-                num_training = self.config.num_training_stores(pending)
-        train = self.folder.dataset.split(*self.config.data.train_splits)
-        num_rows = num_stores * (len(self.folder.dataset) - len(train))
-        num_rows += num_training * len(train) * max(1, self.config.features.views)
+        """Raises UserError when the disk has no room for one store of features and the checkpoints of a stage."""
+        config, metadata, pending = self.config, self.folder.metadata, self._pending
+        num_rows = 0
+        if not self.folder.home and not all(stage.train_backbone for stage in pending):  # stores on S3 need no disk
+            num_rows = len(self.folder.dataset.split(config.data.val_split))
+            if config.features.store == "always":
+                num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
+        bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
         copies = 3 + any(stage.ema is not None for stage in pending)  # the weights and two moments of Adam
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
@@ -344,9 +337,7 @@ class RunDriver:
                 f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
                 f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
                 f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
-                + (", or features.store to never, which keeps none of training images" if num_training else "")
             )
-        logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
     @property
     def _pending(self) -> list[StageSection]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -173,15 +171,6 @@ class RunConfig(Section):
         fewest_workers, most_workers = self.workers.counts[0], self.workers.counts[-1]
         steps = stage.gradient_accumulation_steps
         return stage.batch_size // (most_workers * steps), math.ceil(stage.batch_size / (fewest_workers * steps))
-
-    @staticmethod
-    def num_training_stores(stages: Sequence[StageSection]) -> int:
-        """The stores that these consecutive stages fill with the features of training images, if any are stored.
-
-        A frozen stage reads one, and after a change of the backbone another one.
-        """
-        trains = [True, *(stage.train_backbone for stage in stages)]
-        return sum(before and not after for before, after in pairwise(trains))
 
     def stage(self, name: str) -> StageSection:
         return next(stage for stage in self.stages if stage.name == name)
