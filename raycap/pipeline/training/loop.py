@@ -43,7 +43,7 @@ from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, seed_of
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summed
 
@@ -202,9 +202,9 @@ class StageRun:
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(config, validation, store)
-        references = References.of(validation, self.vocabulary.tokenizer)
-        language = config.data.language
+        references, language = validation.texts_by_image(self.vocabulary.tokenizer), config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
+        self.validation_rows = {image: row for row, image in enumerate(validation.column("image_id"))}
         self.total = total_steps(stage, self.batches.num_samples)
         self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
@@ -354,7 +354,8 @@ class StageRun:
         if self.folder.config.evaluation.collapse_repeats:
             rows = [torch.unique_consecutive(row) for row in rows]
         tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
-        return float(self.validation_reward(tokens, self.validation_reward.indices_of(list(best))).mean())
+        images = torch.tensor([self.validation_rows[image] for image in best])
+        return float(self.validation_reward(tokens, images).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
         """Lowers the rate on a plateau, and ends the stage when it stops improving or SCST makes captions worse.

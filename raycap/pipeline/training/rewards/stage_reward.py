@@ -7,7 +7,7 @@ model's tokens are. EOS does not count as a word there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords
 from raycap.pipeline.evaluation.scores.ngrams import bleu, rouge_l
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 
 MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
 CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that its EOS can count as a word
@@ -67,15 +67,15 @@ class WeightedReward:
         self,
         weights: Mapping[Any, float],
         cider_d: CiderDReward,
-        references: References,
+        captions_of: Callable[[int], Sequence[str]],
         vocabulary: Vocabulary,
         language: str,
     ) -> None:
-        """references: raw captions. language: of the captions. cider_d: of the same images in the same order."""
+        """captions_of: gives the raw captions of the image with a number. cider_d: of the same images in this order."""
         self.weights = dict(sorted(weights.items()))  # so that rounding does not depend on the order in a file
         self.cider_d, self._vocabulary, self._language = cider_d, vocabulary, language
         # It does not refer to `self`: a cycle would keep the index of a finished stage in a GPU's memory.
-        self._of_image = lru_cache(MAX_IMAGES)(lambda index: [_split(text, language) for text in references[index]])
+        self._of_image = lru_cache(MAX_IMAGES)(lambda index: [_split(text, language) for text in captions_of(index)])
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum (R,) for R captions, and each reward's values (R,) without its weight, by name; all float64.
