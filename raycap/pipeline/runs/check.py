@@ -40,7 +40,7 @@ MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of the data set. After an `error`, training would give wrong results."""
+    """A problem of the data set. If its kind is "error", training would give wrong results."""
 
     kind: Literal["error", "warning"]
     text: str
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem.
+    """The result of a check. statistics: values by name, for JSON. findings: one per problem.
 
     data: the data set with content keys, and {URI: reason} of the images that cannot be read.
     """
@@ -76,12 +76,11 @@ def check_data(
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Threads of this process decode every image once. For region features, the check only looks up whether they exist.
-    The only file that it writes is the manifest of content keys.
+    Threads of this process decode every image once. If the run reads region features, the check only looks up whether
+    they exist. The only file that it writes is the manifest of content keys.
 
-    checked_keys: content keys of images that an earlier check has decoded. The check leaves these images out, and
-    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. listing: of
-    `take_snapshot`.
+    checked_keys: content keys of images that an earlier check has decoded. This check leaves them out, and
+    `data.max_bad_fraction` then limits the unusable ones among the other images. listing: of `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
@@ -114,7 +113,7 @@ def check_data(
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
     """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
-    # Each list holds an image URI per finding; an image can appear more than once.
+    # Each list holds the URI of an image for each caption that was found, or once for an image.
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
@@ -149,7 +148,7 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
 
 
 def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
-    """Reports captions that the configured tokenizer does not split into words; returns the tokenizer that fits."""
+    """Reports captions that the configured tokenizer does not split into words. Returns the tokenizer that fits."""
     problems = CaptionProblems(tokenizer)
     for text, words in zip(dataset.texts(tokenizer), dataset.tokens(tokenizer), strict=True):
         problems.add(text, words)
@@ -183,7 +182,7 @@ def _is_text(caption: str) -> bool:
 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
-    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
+    """Decodes every image. Returns {key: reason} of those that fail, and (width, height) of the others as (N, 2).
 
     Files of equal content are decoded once.
     """
@@ -226,7 +225,7 @@ def _check_images(
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Reports images with equal content: an error across training and held-out splits, else a warning.
+    """Reports images with equal content. It is an error if one is in training and another one is held out.
 
     A source with `rewarded: false` may repeat images, because it adds a model's captions of them.
     """
