@@ -183,7 +183,7 @@ class RunDriver:
         self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def _decide_precisions(self) -> None:
-        """Decides the precisions that are `auto`. The first command that uses a storage measures them on its workers."""
+        """Decides the precisions that are `auto`. If the storage has no decision yet, its workers measure them."""
         config = self.config
         if config.has_backbone and config.features.compute_dtype == "auto":
             backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
