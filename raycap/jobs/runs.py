@@ -316,7 +316,7 @@ def _read_champion(storage: StoragePath, entry: Content) -> None:
     if POINTER in entry.records:
         state = ChampionStore(storage, entry.name).read()
         entry.facts["decisions"] = state.number
-        entry.needs = {record.run_id for record in state.bundles} | ({state.challenger} if state.challenger else set())
+        entry.needs = {record.run_id for record in state.bundles}
         if state.champion is not None:
             entry.facts |= {"bundle": state.champion.bundle, "run": state.champion.run_id}
 
