@@ -98,12 +98,8 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
     check_storage(config)
-    home = config.home("runs")
-    if home is None:
-        names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]
-    else:
-        names = [file.removesuffix("/run.json") for file in home.list() if file.endswith("/run.json")]
-    for name in sorted(names):
+    files = sorted((config.storage_place / "runs").list())
+    for name in [file.removesuffix("/run.json") for file in files if file.endswith("/run.json")]:
         # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
         if name.rpartition("-")[0] == config.name and name.rpartition("-")[2].isalnum():
             try:

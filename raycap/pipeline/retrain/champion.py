@@ -22,6 +22,7 @@ by their content, so that a file may be moved or renamed.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import uuid
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ from raycap.pipeline.storage.lease import Lease, LostLeaseError
 from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import ConflictError, Entry, is_remote
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
+
+logger = logging.getLogger(__name__)
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
@@ -270,12 +273,10 @@ def _count(mask: pa.ChunkedArray) -> int:
 
 
 class HeldOut(NamedTuple):
-    """The fixed split, and how many of its images are gone (`missing`) or are now used for training (`leaked`)."""
+    """The fixed split."""
 
-    file: bytes  # the fixed split as a Parquet file
-    part: Dataset  # its images that still exist
-    missing: int
-    leaked: int
+    file: bytes  # as a Parquet file
+    part: Dataset  # its images that still exist, with their current locations
 
 
 def held_out_split(config: RunConfig) -> str:
@@ -290,9 +291,10 @@ def held_out_split(config: RunConfig) -> str:
 
 
 def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """The fixed split in `file` with the current locations of its images; ids and references do not change.
+    """Finds the images of the fixed split in `file`, or chooses the split if that is None. Logs how many are gone.
 
-    None chooses the split. Raises UserError if it then has fewer than two images.
+    Ids and references are those of the file. Raises UserError if there are fewer than two images, or if the present
+    data trains on some of them.
     """
     name, current, data = held_out_split(config), dataset.readable(), config.data
     if file is None:
@@ -306,6 +308,15 @@ def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> He
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
+    gone = f"{rows.null_count} of the {fixed.num_rows} images of the fixed held-out split are gone"
+    remedy = f"or start over without {config.storage_place}/retrain/{config.name}"
+    if len(part) < 2:
+        raise UserError(f"{gone} from the data; restore them, {remedy}")
     training = current.split(*({*data.train_splits, data.val_split} - {name}))
-    leaked = _count(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"])))
-    return HeldOut(file, part, missing=rows.null_count, leaked=leaked)
+    if leaked := _count(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))):
+        raise UserError(
+            f"{leaked} images of the fixed held-out split are now in training or validation; take them out, {remedy}"
+        )
+    if rows.null_count:
+        logger.warning(f"{gone} and are not compared")
+    return HeldOut(file, part)

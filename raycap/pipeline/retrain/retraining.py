@@ -152,19 +152,15 @@ class Retraining:
         """Steps 2 to 5 of a retraining; returns the exit code."""
         try:
             data = self._new_data()
+            if isinstance(data, int):
+                return data
+            fixed = self.state.held_out
+            file = (self.store.folder / fixed).read_bytes() if fixed else None
+            held = find_held_out(file, data.found[0], self.config)
         except UserError as error:
             if self.state.snapshot is None:
                 raise
             logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
-            return 1
-        if isinstance(data, int):
-            return data
-        held = self._held_out(data.found[0])
-        if held.leaked:
-            logger.info(
-                f"bad data  {held.leaked} images of the fixed held-out split are now in training or validation; take "
-                f"them out, or start over without {self.store.folder}"
-            )
             return 1
         trained = self._train(work, data.found)
         self.lease.check()
@@ -211,19 +207,6 @@ class Retraining:
         logger.info(f"nothing new since decision {self.state.number} (files: {change}); the champion stays")
         update_tracker(self.config, self.state)
         return 0
-
-    def _held_out(self, dataset: Dataset) -> HeldOut:
-        """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
-        fixed = self.state.held_out
-        held = find_held_out((self.store.folder / fixed).read_bytes() if fixed else None, dataset, self.config)
-        if len(held.part) < 2:
-            raise UserError(
-                f"{held.missing} of the {held.missing + len(held.part)} images of the fixed held-out split are gone "
-                f"from the data; restore them, or start over without {self.store.folder}"
-            )
-        if held.missing:
-            logger.warning(f"{held.missing} images of the fixed held-out split are gone and are not compared")
-        return held
 
     def _train(self, work: Work, data: FoundData) -> Trained:
         """Trains from the champion's weights, or from scratch without a champion."""
