@@ -13,7 +13,6 @@ from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
-from raycap.pipeline.runtime.log import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ class JournalPrinter:
 
     def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
         """changed: called after each change of the journal, also by a resumed stage that repeats printed entries."""
-        self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
+        self.folder, self.follower = folder, Follower(folder.journal)
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
         self._examined = set[str]()  # stages of SCST that can climb or were warned of
@@ -41,7 +40,6 @@ class JournalPrinter:
         self._stop.set()
         self._thread.join()
         self._print_new_entries(download=True)
-        self.bar.close()
 
     def _print_repeatedly(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -74,8 +72,6 @@ class JournalPrinter:
             self._scst.add(entry["stage"])
         if entry["kind"] in ("reward", "validation") and entry["stage"] in self._scst - self._examined:
             self._warn_of_zero(entry["stage"])
-        if entry["kind"] == "train":
-            self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def _warn_of_zero(self, stage: str) -> None:
         """Warns once if SCST starts from a validation CIDEr-D near zero.

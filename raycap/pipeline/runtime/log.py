@@ -1,8 +1,7 @@
 """What a person sees of a command: the log, the progress of long work, and the decorations that failed.
 
 `configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
-file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply. `progress` draws a
-bar where standard error is a terminal, and otherwise logs a line every few seconds.
+file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply.
 """
 
 from __future__ import annotations
@@ -11,17 +10,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from raycap.pipeline.errors import JobFailedError, UserError, cause_of
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.runtime.secrets import without_secrets
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 PACKAGE = "raycap"
 _indent: ContextVar[str] = ContextVar("indent", default="")
@@ -51,12 +47,6 @@ def log_to_stderr() -> None:
     """Shows records on standard error from now on, in a command whose standard output another program may read."""
     if handler := _terminal_handler():
         handler.uses_stderr = True
-
-
-def is_shown(level: int) -> bool:
-    """Whether the terminal shows records of this level."""
-    handler = _terminal_handler()
-    return handler is not None and handler.level <= level
 
 
 @contextmanager
@@ -145,9 +135,8 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         self.setFormatter(_Formatter(in_file=False))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "has_bar", False):  # then a progress bar shows the same as the record
-            self.stream = sys.stderr if self.uses_stderr else sys.stdout
-            super().emit(record)
+        self.stream = sys.stderr if self.uses_stderr else sys.stdout
+        super().emit(record)
 
 
 def _terminal_handler() -> _TerminalHandler | None:
@@ -156,71 +145,22 @@ def _terminal_handler() -> _TerminalHandler | None:
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)
 
 
-class ProgressBar:
-    """A bar below the lines of the log. It is drawn only on a terminal, and only if the log shows INFO records."""
-
-    def __init__(self) -> None:
-        self.is_drawn = sys.stderr.isatty() and is_shown(logging.INFO)
-        self._progress: Progress | None = None
-
-    def update(self, label: str, done: int, total: int, note: str = "") -> None:
-        """Shows `done` of `total`, an estimate of the remaining time, and a note."""
-        if not self.is_drawn:
-            return
-        if self._progress is None:
-            self._progress = _start_rich_progress()
-            self._progress.add_task(label, note=note)
-        task = self._progress.task_ids[0]
-        self._progress.update(task, description=label, total=total, completed=done, note=note)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-def _start_rich_progress() -> Progress:
-    """Starts to draw a bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=Console(stderr=True),
-        refresh_per_second=2,
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # lines for a file or pipe must not be sent to the terminal
-    )
-    progress.start()
-    return progress
-
-
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
-
-    Every five seconds a line is logged; while a bar is drawn, only the log file gets it.
-    """
+    """Logs every five seconds how many of `total` images are done. Yields a function that takes the newly done ones."""
     begin = last = time.monotonic()
     done = 0
-    with closing(ProgressBar()) as bar:
 
-        def advance(count: int) -> None:
-            nonlocal done, last
-            done += count
-            now = time.monotonic()
-            rate = done / max(now - begin, 1e-3)  # no division by 0
-            bar.update(label, done, total, f"{rate:.1f} images/s")
-            if now - last <= LINE_EVERY_S:
-                return
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        now = time.monotonic()
+        if done and now - last > LINE_EVERY_S:
             last = now
-            line = f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
-            logger.info(line, extra={"has_bar": bar.is_drawn})
+            rate = done / (now - begin)
+            logger.info(f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left")
 
-        yield advance
+    yield advance
 
 
 class Decorations:
