@@ -9,8 +9,6 @@ are left out. Its table of positions is not trained, but drawn at random, so tha
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
 from raycap.models.convert.tensor_files import name_problems
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
@@ -27,7 +25,6 @@ PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
 MESHED_REGIONS = 50  # to which the Meshed-Memory reference pads each image
 
-_SWIN_TABLE = re.compile(r"layers\.(\d{1,3})\.blocks\.(\d{1,3})\.attn\.relative_position_bias_table")
 # our linear layers and norms, and those of the references
 _FEED_FORWARD = {"feed_forward.inner": "ff.linear_1", "feed_forward.outer": "ff.linear_2"}
 _ENCODER_LAYER = {
@@ -207,62 +204,6 @@ def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values
         )
     settings = {key: value for key, value in given.items() if value is not None and key != "max_positions"}
     return {"num_heads": PUBLISHED_HEADS} | inferred.model | settings
-
-
-def infer_swin(tensors: Mapping[str, Tensor]) -> Values:
-    """The settings of `BackboneConfig` from a Swin's tensors in timm's or the original naming; ValueError for others.
-
-    The image size follows from the masks of shifted windows, which only files in the original naming have.
-    """
-    # for each stage and block the shape of the attention bias table: (2 * window - 1) ** 2 rows, a column per head
-    stages: dict[int, dict[int, tuple[int, int]]] = {}
-    for name, tensor in tensors.items():
-        match = _SWIN_TABLE.fullmatch(name)
-        if match is not None and tensor.ndim == 2:
-            blocks = stages.setdefault(int(match[1]), {})
-            blocks[int(match[2])] = (tensor.shape[0], tensor.shape[1])
-    patches = tensors.get("patch_embed.proj.weight")
-    number_lists = [sorted(stages), *map(sorted, stages.values())]
-    complete = all(numbers == list(range(len(numbers))) for numbers in number_lists)
-    if not stages or not complete or patches is None or patches.ndim != 4:
-        raise ValueError(
-            f"the backbone file is no Swin: among its {len(tensors)} tensors are no patch embedding with 4 axes and "
-            "attention bias tables with 2 for all blocks of all stages"
-        )
-    first_table_rows, _ = stages[0][0]
-    window = (math.isqrt(first_table_rows) + 1) // 2
-    values: Values = {
-        "embed_dim": patches.shape[0],
-        "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
-        "num_heads": tuple(stages[stage][0][1] for stage in sorted(stages)),
-        "window_size": window,
-    }
-    mask = tensors.get("layers.0.blocks.1.attn_mask")
-    if mask is not None and mask.ndim == 3:
-        values["image_size"] = math.isqrt(mask.shape[0]) * window * patches.shape[-1]  # the mask has a row per window
-    return values
-
-
-def backbone_config(inferred: Values, given: Values) -> BackboneConfig:
-    """The backbone's configuration from the file's shapes and the user's settings; the published Swin-L has its name.
-
-    Raises ValueError when a setting contradicts the file, and when one is missing.
-    """
-    for key, value in given.items():
-        if value is not None and key in inferred and value != inferred[key]:
-            raise ValueError(f"backbone.{key} is {value}, the file's Swin has {inferred[key]}; leave it out")
-    large = {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48), "window_size": 12}
-    sizes = {key: inferred[key] for key in large}
-    given = {key: value for key, value in given.items() if key not in sizes and key != "weights"}
-    if sizes == large:
-        return BackboneConfig(**({"image_size": inferred.get("image_size", 384)} | given))
-    image_size = given.get("image_size", inferred.get("image_size"))
-    if image_size is None:
-        raise ValueError(
-            f"backbone.image_size is missing: the file does not hold it, and its sizes (width {sizes['embed_dim']}, "
-            f"depths {list(sizes['depths'])}) are not the published Swin-L's at 384; give --set backbone.image_size=N"
-        )
-    return BackboneConfig(**(sizes | given | {"image_size": image_size}))
 
 
 def meshed_memory_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
