@@ -734,8 +734,6 @@ class TrackingSection(Section):
     uri: Annotated[Text, AfterValidator(str.strip)] | None = Field(default=None, repr=False)
     """None: a SQLite file in the storage."""
     experiment: Name = "raycap"
-    registered_name: Name | None = None
-    """None: the run's name."""
 
 
 class RetrainSection(Section):

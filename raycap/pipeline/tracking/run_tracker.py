@@ -340,12 +340,11 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
         return f"{registered[0].name}/{registered[0].version}"
     import mlflow
 
-    name = config.tracking.registered_name or config.name
     tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
     packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
     search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
-    # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
+    # MLflow reports success on stderr, and warns that there is no input example.
     with (
         contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(action="ignore"),
@@ -359,12 +358,11 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
             # package indexes name versions without a build's suffix (+cpu)
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
-            input_example=_example(),
-            model_config=search | {"uri_roots": []},  # MLflow lets a server change the settings that are named here
+            model_config=search,  # MLflow lets a server change the settings that are named here
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
-        version = mlflow.register_model(logged.model_uri, name, tags=tags)
-    return f"{name}/{version.version}"
+        version = mlflow.register_model(logged.model_uri, config.name, tags=tags)
+    return f"{config.name}/{version.version}"
 
 
 @contextlib.contextmanager
@@ -382,21 +380,10 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 
 
 def _signature() -> Any:
-    """The served model's input, an image's bytes or URI, and its output, a caption with its values."""
+    """The served model's input, the bytes of an image file, and its output, a caption with its values."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
-    inputs: list[Any] = [ColSpec("binary", "image", required=False), ColSpec("string", "uri", required=False)]
     outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
     outputs += [ColSpec("double", name, required=False) for name in ("confidence", "expected_ciderd")]
-    return ModelSignature(Schema(inputs), Schema(outputs))
-
-
-def _example() -> Any:
-    """The bytes of a small PNG file in the column `image`."""
-    import pandas
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.linear_gradient("L").resize((32, 32)).save(file, "PNG")
-    return pandas.DataFrame({"image": [file.getvalue()]})
+    return ModelSignature(Schema([ColSpec("binary", "image")]), Schema(outputs))
