@@ -140,11 +140,6 @@ class ModelConfig:
         """Whether the model arranges image tokens by the boxes of regions."""
         return False
 
-    @property
-    def needs_grid(self) -> bool:
-        """Whether the model takes neighboring image tokens for neighbors in the picture."""
-        return False
-
     def check_inputs(self, regions: bool) -> None:
         """Raises ValueError when the model cannot take region features, or grid features where `regions` is False."""
 
@@ -275,10 +270,6 @@ class ClustFormerConfig(ModelConfig):
     def needs_boxes(self) -> bool:
         return self.inputs == "regions" and self.encoder_clusters != "none"
 
-    @property
-    def needs_grid(self) -> bool:
-        return self.inputs == "grid" and self.encoder_clusters != "none"
-
     def check_inputs(self, regions: bool) -> None:
         if regions and self.inputs == "grid":
             raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
@@ -335,7 +326,6 @@ class BackboneConfig:
     one that timm converts, such as the original Swin's (.safetensors, or a PyTorch file with tensors only).
     embed_dim to patch_size: `encoders.backbone` lists the families that take them. A model without stages takes one
     number of `depths` and of `num_heads`.
-    prefix_tokens: "keep" puts class and register tokens, if the model has any, before those of the grid.
     pool: the side of the squares of grid tokens that are averaged to one.
     transform: "auto" (the named model's; for swin_* the reference's), "squash" (the named model's interpolation and
     statistics, without cropping) or "reference" (bilinear without cropping, ImageNet's statistics).
@@ -354,7 +344,6 @@ class BackboneConfig:
     gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
     """Compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice."""
     patch_size: Pixels | None = None
-    prefix_tokens: Literal["drop", "keep"] = "drop"
     pool: Count = 1
     transform: Literal["auto", "squash", "reference"] = "auto"
 

@@ -51,7 +51,7 @@ def check_file(path: Path, module: nn.Module) -> None:
             dtype = torch.float32 if "F" in part.get_dtype() else torch.int64
             state[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     except Exception as error:  # a damaged file can raise almost any exception
-        raise ValueError(f"{path} is no readable safetensors file ({_reason(error)})") from error
+        raise ValueError(f"{path} is no readable safetensors file ({reason_of(error)})") from error
     check_fits(module, state, str(path))
 
 
@@ -82,7 +82,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
     except Exception as error:  # a damaged file can raise almost any exception
-        raise ValueError(f"{path} is no readable checkpoint ({_reason(error)})") from error
+        raise ValueError(f"{path} is no readable checkpoint ({reason_of(error)})") from error
     for key in ("model_state_dict", "state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -143,7 +143,7 @@ def _require_plain_records(path: Path) -> None:
         raise ValueError(f"its {size} bytes unpack to {unpacked}; save the model's state dict with torch.save")
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The kind and the first line of an error, without torch's advice to turn `weights_only` off."""
     text = str(error).splitlines()[0] if str(error) else ""
     if type(error) is ValueError:

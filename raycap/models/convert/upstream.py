@@ -188,14 +188,10 @@ def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
 
 def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values:
     """The checkpoint's settings and the user's. ValueError for a contradiction, and when the heads are missing."""
+    known = inferred.model | {"max_positions": inferred.max_positions}
     for key, value in given.items():
-        if key in inferred.model and value != inferred.model[key]:
-            raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
-    if given.get("max_positions") not in (None, inferred.max_positions):
-        raise ValueError(
-            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; "
-            "leave it out"
-        )
+        if key in known and value != known[key]:
+            raise ValueError(f"model.{key} is {value}, the checkpoint has {known[key]}; leave it out")
     width = inferred.model["d_model"]
     if given.get("num_heads") is None and width != PUBLISHED_WIDTH:
         raise ValueError(

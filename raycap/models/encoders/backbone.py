@@ -1,7 +1,6 @@
 """The visual backbone: a timm model that gives image tokens, and the image transform that belongs to it.
 
-No other module imports timm. Shapes: B images, N image tokens, of which the grid's (rows x columns, row by row) follow
-any prefix tokens, C feature width.
+No other module imports timm. Shapes: B images, N image tokens, C feature width.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.config import SIZE_KEYS, BackboneConfig, Values
-from raycap.models.convert.tensor_files import load_strictly, read_tensors
+from raycap.models.convert.tensor_files import load_strictly, read_tensors, reason_of
 from raycap.models.encoders.transform import ImageTransform
 
 # Keys of sizes by timm's module, and the constructor's argument for each: "depth" takes one number, and "dims" a width
@@ -67,6 +66,8 @@ class Layout:
 class Backbone(nn.Module):
     """Computes features (B, N, C), after the model's final norm, from normalized images (B, 3, H, W).
 
+    The N tokens are those of the grid, row by row. Class and register tokens are left out.
+
     BatchNorm always uses its stored statistics, also in training: data-parallel workers with small batches would
     disagree about them, and no worker stores them.
     """
@@ -104,9 +105,8 @@ class Backbone(nn.Module):
                 f"backbone.pool is {config.pool}, which does not divide the grid of {rows} x {columns} tokens that "
                 f"{config.name} gives at {config.image_size} px; choose a divisor, or another backbone.image_size"
             )
-        self.num_prefix_tokens = num_prefix_tokens(config)
         self.width: int = layout.width
-        self.num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
+        self.num_tokens = self.grid[0] * self.grid[1]
 
     @property
     def network(self) -> Any:
@@ -180,13 +180,11 @@ class Backbone(nn.Module):
         tokens = features
         if layout.form != "tokens":
             tokens = features.flatten(1, 2) if layout.form == "rows first" else features.flatten(2).mT.contiguous()
-        if not layout.num_prefix and pool == 1:
-            return tokens
-        prefix, tokens = tokens[:, : layout.num_prefix], tokens[:, layout.num_prefix :]
+        tokens = tokens[:, layout.num_prefix :]
         if pool > 1:
             grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
             tokens = F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
-        return torch.cat((prefix, tokens), 1) if self.num_prefix_tokens else tokens
+        return tokens
 
 
 def image_transform(config: BackboneConfig) -> ImageTransform:
@@ -213,11 +211,6 @@ def image_transform(config: BackboneConfig) -> ImageTransform:
             f"backbone.transform is auto, and the transform of {config.name} is not supported ({error}); "
             "set backbone.transform to squash or reference"
         ) from error
-
-
-def num_prefix_tokens(config: BackboneConfig) -> int:
-    """The number of class and register tokens before those of the grid. Raises ValueError as `find_layout`."""
-    return find_layout(config).num_prefix if config.prefix_tokens == "keep" else 0
 
 
 def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
@@ -251,7 +244,7 @@ def find_layout(config: BackboneConfig) -> Layout:
             features = network.forward_features(torch.empty(1, 3, size, size))
         except Exception as error:  # models refuse sizes with errors of many kinds
             raise ValueError(
-                f"backbone.image_size is {size}, at which {config.name} gives no features ({_reason(error)}); choose "
+                f"backbone.image_size is {size}, at which {config.name} gives no features ({reason_of(error)}); choose "
                 "another size, such as that in the model's name"
             ) from error
     if not isinstance(features, Tensor) or features.ndim not in (3, 4) or features.shape[0] != 1:
@@ -364,7 +357,7 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
     except Exception as error:
         if not pretrained:
             raise ValueError(
-                f"{config.name} cannot be made at {config.image_size} px with these sizes ({_reason(error)})"
+                f"{config.name} cannot be made at {config.image_size} px with these sizes ({reason_of(error)})"
             ) from error
         if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses the settings
             raise
@@ -444,7 +437,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     try:
         state = _converted(tensors, network)
     except Exception as error:  # timm's functions expect checkpoints that fit
-        raise ValueError(f"{what} cannot be converted ({_reason(error)})") from error
+        raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
     heads = (network.pretrained_cfg or {}).get("classifier") or ()
     ignored = (*((heads,) if isinstance(heads, str) else heads), *backbone.layout.unused)
     kept = {
@@ -463,8 +456,3 @@ def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]
                     converted: dict[str, Tensor] = convert(dict(tensors), network)
                 return converted
     return dict(tensors)
-
-
-def _reason(error: Exception) -> str:
-    """An error as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -95,11 +95,6 @@ class RunConfig(Section):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
         self.evaluation.require_words(self.data.language, self.data.tokenizer)
-        if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:
-            raise ValueError(
-                "backbone.prefix_tokens is keep, and this model arranges image tokens as a grid, in which class and "
-                "register tokens have no place; set it to drop"
-            )
         for stage in self.stages:
             smallest, _ = self.micro_batch_sizes(stage)
             if smallest == 0:
