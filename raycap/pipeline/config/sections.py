@@ -193,27 +193,15 @@ class ColumnSection(Section):
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
+    """The synthetic data set. image_size: the width in pixels; smaller shapes than at 32 pixels look alike."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
-    num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
-    image_size: Annotated[int, Field(le=2048), NUMBER] = 64
+    num_images: Annotated[int, Field(ge=len(SPLIT_CYCLE), le=10**5), NUMBER] = 1500  # fills all splits
+    image_size: Annotated[int, Field(ge=32, le=2048), NUMBER] = 64
     """Drawn four times as large, which takes 200 MB at most."""
     seed: Seed = 0
     language: Literal["en", "zh"] = "en"
     """Of the captions; the pictures do not depend on it."""
-
-    def __post_init__(self) -> None:
-        if self.num_images < len(SPLIT_CYCLE):
-            raise UserError(
-                f"num_images is {self.num_images}, but only {len(SPLIT_CYCLE)} images of the synthetic data set fill "
-                f"all of its splits; set num_images to {len(SPLIT_CYCLE)} or more"
-            )
-        if self.image_size < 32:
-            raise UserError(
-                f"image_size is {self.image_size}, but below 32 pixels the small shapes look alike; "
-                "set image_size to 32 or more"
-            )
 
 
 class DataSection(Section):
@@ -260,8 +248,7 @@ class DataSection(Section):
     def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
-        taught = {source.split for source in self.sources if not source.rewarded}
-        if not taught <= {*self.train_splits} or not self.rewarded_splits:
+        if not self.taught_splits <= {*self.train_splits} or not self.rewarded_splits:
             raise ValueError(
                 "data.sources: a source with rewarded: false needs a split of its own, which data.train_splits lists "
                 "besides the split of people's captions"
@@ -290,10 +277,14 @@ class DataSection(Section):
             )
 
     @property
+    def taught_splits(self) -> set[str | None]:
+        """The splits of the sources with a model's captions (`rewarded: false`)."""
+        return {source.split for source in self.sources if not source.rewarded}
+
+    @property
     def rewarded_splits(self) -> tuple[str, ...]:
-        """The training splits with people's captions: without those of sources with `rewarded: false`."""
-        taught = {source.split for source in self.sources if not source.rewarded}
-        return tuple(name for name in self.train_splits if name not in taught)
+        """The training splits with people's captions."""
+        return tuple(name for name in self.train_splits if name not in self.taught_splits)
 
 
 # The CPUs of an actor that extracts features and of a task that decodes images for it. They differ, because Ray Data
@@ -711,10 +702,8 @@ class EvaluationSection(Section):
 
     def require_words(self, language: str, tokenizer: str) -> None:
         """Raises UserError for keys that need words of a language which tokens are not. tokenizer: of the model."""
-        for key, is_set in (
-            ("collapse_repeats", self.collapse_repeats),
-            ("decoding.no_open_endings", self.decoding.no_open_endings),
-        ):
+        keys = {"collapse_repeats": self.collapse_repeats, "decoding.no_open_endings": self.decoding.no_open_endings}
+        for key, is_set in keys.items():
             if is_set and tokenizer in PARTS_OF_WORDS:
                 raise UserError(
                     f"evaluation.{key} is true, and with data.tokenizer = {tokenizer} tokens can be parts of a word; "

@@ -26,17 +26,12 @@ def named_config(path: Path | None) -> Path | None:
 
     Raises UserError for what is neither a file nor the name of a shipped configuration, with a fitting name.
     """
-    return None if path is None else _named(path, "", "configuration")
-
-
-def named_search(path: Path) -> Path:
-    """As `named_config`, for a search."""
-    return _named(path, "", "search")
+    return None if path is None else _named(path, "")
 
 
 def named_data(path: Path | None) -> Path | None:
     """As `named_config`, for the data files in raycap/configs/data/."""
-    return None if path is None else _named(path, "data", "data file")
+    return None if path is None else _named(path, "data")
 
 
 def referenced_file(folder: Path, name: str) -> Path:
@@ -59,14 +54,15 @@ def is_shipped(path: Path) -> bool:
     return is_file(path) and path.resolve().is_relative_to(_folder("").resolve())
 
 
-def _named(path: Path, folder: str, kind: str) -> Path:
-    """The file that an argument names. kind: what it is called in messages. folder: below raycap/configs/."""
+def _named(path: Path, folder: str) -> Path:
+    """The file that an argument names. folder: that of the shipped files, below raycap/configs/."""
     file = path if is_file(path) else _shipped_file(path, folder)
     if file is not None:
         return file
     problem = "is a folder" if is_folder(path) else "does not exist"
     similar = difflib.get_close_matches(path.stem[:MAX_QUOTED], shipped_names(folder), n=3)
     hint = f"did you mean {' or '.join(similar)}?" if similar else "`raycap config --list` prints the names"
+    kind = "data file" if folder else "configuration"
     raise UserError(
         f"{kind} {shown(path)} {problem}; give the path of a YAML file, or the name of a shipped one: {hint}"
     )

@@ -32,31 +32,27 @@ class Context(Protocol):
     control_group: dist.ProcessGroup | None  # for small CPU tensors and objects; None: the default group
 
     def report(self, metrics: Values) -> None:
-        """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
+        """Sends metrics to the driver. All ranks wait for each other, so all must call it together."""
 
     def has_notice(self) -> bool:
-        """Whether this worker will soon be ended. It does not wait, and ranks may differ."""
+        """Whether this worker will soon be ended. The method does not wait, and its answer may differ between ranks."""
+        return False
 
     def must_stop(self) -> bool:
-        """Whether training must save its state and end. It does not wait, and ranks may differ."""
+        """Whether training must save its state and end. As for `has_notice`, ranks may get different answers."""
+        return False
 
 
-class LocalContext:
-    """A single process without a cluster, for tests, benchmarks and trials. It has no driver to report to."""
+class LocalContext(Context):
+    """A single process without a cluster and a driver, for tests, benchmarks and trials."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
         self.device = torch.device(device)
-        self.control_group: dist.ProcessGroup | None = None
+        self.control_group = None
 
     def report(self, metrics: Values) -> None:
         pass
-
-    def has_notice(self) -> bool:
-        return False
-
-    def must_stop(self) -> bool:
-        return False
 
 
 class RayContext:
