@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except TyperException as error:  # the command line cannot be parsed
         error.show(text := io.StringIO())  # type: ignore[attr-defined]
-        _print_text(text.getvalue())
+        _print_text(text.getvalue() + _example_of(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print(STOPPED, file=sys.stderr)
@@ -155,6 +155,13 @@ def main(argv: list[str] | None = None) -> int:
         _print_text(f"raycap: {' '.join(str(cause).split())}")
         return 2 if isinstance(cause, UserError) else 1
     return result if isinstance(result, int) else 0
+
+
+def _example_of(error: TyperException) -> str:
+    """The line "Example: ..." of the help of the command whose arguments are wrong; "" if it has none."""
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    example = (getattr(command, "help", None) or "").partition("Example: ")[2]
+    return f"Example: {example.strip()}" if example else ""
 
 
 def _as_command(function: Any, name: str, settings: Values | None = None, *, completes: bool = False) -> Any:

@@ -84,7 +84,7 @@ def runs(
     to the end and not touched for some days, and what killed processes have left. Nothing is removed without --yes, and
     never a bundle, a champion or what is in progress.
 
-    Example: raycap runs results --prune --older-than 60
+    Example: raycap runs results
     """
     storage = _storage(target, set_ or (), endpoint_url)
     if yes and not prune:
