@@ -102,7 +102,7 @@ def attend(
 
 
 def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) in the memory layout that is fast in `attend`: on a CPU, keys are stored by columns."""
+    """Keys and values (..., N, d) in the memory layout that is fast in `attend`: on a CPU, keys are by columns."""
     key = key.mT.contiguous().mT if key.device.type == "cpu" else key.contiguous()
     return key, value.contiguous()
 
