@@ -17,14 +17,14 @@ def shipped_names(folder: str = "") -> list[str]:
 
 
 def named_place(path: Path) -> Path | None:
-    """The file or folder that an argument names, or else the shipped configuration. None if there is neither."""
+    """The file or folder that an argument names, or else the shipped configuration of this name, if there is one."""
     return path if is_file(path) or is_folder(path) else _shipped_file(path, "")
 
 
 def named_config(path: Path | None) -> Path | None:
-    """The file of a configuration that an argument names, which may be a shipped one. None without an argument.
+    """The file of the configuration or search that an argument names, which may be a shipped one.
 
-    Raises UserError for what is neither a file nor the name of a shipped configuration, with a fitting name.
+    None if there is no argument. Raises UserError if this is neither a file nor the name of a shipped configuration.
     """
     return None if path is None else _named(path, "")
 
@@ -37,8 +37,8 @@ def named_data(path: Path | None) -> Path | None:
 def referenced_file(folder: Path, name: str) -> Path:
     """The file that a configuration in `folder` names under `extends` or `base`.
 
-    It is a path relative to the folder, or else to that of the shipped configurations, where the suffix may be left
-    out. The file need not exist.
+    The name is a path relative to this folder. If there is no such file, it names a shipped configuration, also without
+    its suffix. The returned file need not exist.
     """
     path = folder / name
     if not is_file(path):

@@ -1,4 +1,4 @@
-"""What a person sees of a command: the log, the progress of long work, and the decorations that failed.
+"""What a person sees of a command: its log, the progress of long work, and which pages and pictures failed.
 
 `configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
 file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply.
@@ -22,7 +22,7 @@ from raycap.pipeline.runtime.secrets import without_secrets
 PACKAGE = "raycap"
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
-LINE_EVERY_S = 5.0  # seconds between two log lines about the progress of one task
+LINE_EVERY_S = 5.0  # seconds between two lines about the progress of one task
 logger = logging.getLogger(__name__)
 MAX_REASON = 300  # characters
 
@@ -30,8 +30,8 @@ MAX_REASON = 300  # characters
 def configure_logging(level: int = logging.INFO) -> None:
     """Shows records of `level` or above at the terminal (standard output). A second call changes the level.
 
-    A log file gets records of INFO or above even if the terminal shows warnings only. Handlers of other programs get
-    no records, because these handlers do not remove secrets. For the same reason, a handler that fails prints nothing.
+    A log file gets records of INFO or above even if the terminal shows warnings only. Other handlers in the process get
+    no records, because they do not remove secrets. For the same reason, a handler that fails prints nothing.
     """
     logging.raiseExceptions = False
     handler = _terminal_handler() or _TerminalHandler()
@@ -44,14 +44,14 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def log_to_stderr() -> None:
-    """Shows records on standard error from now on, in a command whose standard output another program may read."""
+    """From now on shows records on standard error, because another program may read the standard output."""
     if handler := _terminal_handler():
         handler.uses_stderr = True
 
 
 @contextmanager
 def unchanged_level() -> Iterator[None]:
-    """Restores the terminal's level at the end of the context."""
+    """Within the context, the terminal's level may be changed. Afterwards it is as before."""
     handler = _terminal_handler()
     level = handler.level if handler else logging.NOTSET
     try:
@@ -62,7 +62,7 @@ def unchanged_level() -> Iterator[None]:
 
 
 def set_rank(rank: int) -> None:
-    """Marks the records of this process with its rank in data-parallel training; rank 0 stays unmarked."""
+    """Marks the records of this process with its rank in data-parallel training, unless the rank is 0."""
     global _rank
     _rank = rank
 
@@ -79,7 +79,7 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """In the context, records are also appended to a file, with date and time. So is an error that ends the context.
+    """Within the context, records are also appended to a file, with date and time, as is an error that ends it.
 
     If the file cannot be written, one warning is logged instead.
     """
@@ -127,7 +127,7 @@ class _Formatter(logging.Formatter):
 
 
 class _TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes to the present `sys.stdout` or `sys.stderr`, so that redirections take effect."""
+    """Writes to the present value of `sys.stdout` or `sys.stderr`, which a program may replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class Decorations:
-    """Records which decorations of a result fail: its pages, plots and pictures, which are made after its scores.
+    """Records which decorations of a result fail. Decorations are its pages, plots and pictures, made after the scores.
 
     failed: {decoration: reason} of those that could not be made.
     """
@@ -174,9 +174,9 @@ class Decorations:
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user.
+        """Records an error of the context in `failed` instead of raising it. A mistake of the user is raised.
 
-        An error of a task is never a mistake of the user, because the driver has checked the same configuration.
+        An error from a Ray task is never a mistake of the user, because the driver has checked the same configuration.
         """
         try:
             yield
