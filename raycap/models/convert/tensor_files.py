@@ -1,4 +1,4 @@
-"""Files of tensors from elsewhere. What a file claims is compared with its size before it takes memory."""
+"""Files of tensors that others wrote. The sizes that a file states are compared with its own before it takes memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# What loading a PyTorch file may take in addition to 4 times its size. A pickle of 100 kB can copy a dictionary a
-# thousand times, with the classes that `weights_only` allows.
+# The bytes that loading a PyTorch file may take, in addition to 4 times its size. Without this limit, a pickle of 100
+# kB could copy a dictionary a thousand times with the classes that `weights_only` allows.
 LOADING_BYTES = 4 * 2**30
 MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
 
@@ -43,7 +43,7 @@ def check_file(path: Path, module: nn.Module) -> None:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
-        # without the content of tensors, NumPy serves as well as torch, which would map the file as private memory
+        # only the header is read: by NumPy, because torch would map the whole file as private memory
         with safe_open(path, "numpy") as content:
             parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - it is no dictionary
         state = {}
@@ -152,7 +152,7 @@ def reason_of(error: Exception) -> str:
 
 
 def name_problems(expected: Set[str], given: Set[str]) -> str:
-    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
+    """What a message says about missing and unknown names in a checkpoint. Empty if all names are as expected."""
     missing, unknown = expected - given, given - expected
     problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
     problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
@@ -160,7 +160,7 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
-    """Raises ValueError unless keys, shapes and kinds of numbers are the module's; `what` is the name of `state`."""
+    """Raises ValueError unless names, shapes and kinds of numbers are the module's. what: the name of `state`."""
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:

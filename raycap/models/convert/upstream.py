@@ -1,10 +1,10 @@
 """Conversion of upstream checkpoints (ExpansionNet v2, Swin, the Meshed-Memory Transformer) to our names and shapes.
 
-The references have a separate weight for each linear layer. Here the linear layers that read the same input are fused
-into one weight, whose row blocks are in the order of the tables below.
+The references have a weight for each linear layer. Here the linear layers that read the same input share one weight,
+whose row blocks are in the order of the tables below.
 
-Of the Meshed-Memory Transformer the first row of positions, which belongs to padding, and the empty `running_*` buffers
-are left out. Its table of positions is not trained, but drawn at random, so that it must come from the checkpoint.
+The Meshed-Memory Transformer's table of positions is not trained but drawn at random, so that it must come from the
+checkpoint. Its first row, which belongs to padding, is left out, and so are the empty buffers `running_*`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MESHED_DECODER_LAYER = {
 
 
 def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
-    """The upstream names of each of our weights and biases, from a table of layers and prefixes of both names."""
+    """The upstream names for each of our weights and biases, from a table of layers and the prefixes of the names."""
     return {
         f"{ours}{layer}.{part}": tuple(f"{theirs}{name}.{part}" for name in names.split())
         for layer, names in table.items()
@@ -96,9 +96,9 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors, each joined from the rows of the upstream tensors that `names` gives for it.
+    """Our tensors. `names` gives the upstream tensors whose rows make each of them.
 
-    Raises ValueError, with `what` as the system's name, for missing or unknown keys and for other shapes.
+    Raises ValueError for missing or unknown names and for other shapes. what: the system, for the message.
     """
     expected = {name for parts in names.values() for name in parts}
     problems = name_problems(expected, tensors.keys())
@@ -121,7 +121,7 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """The settings and sizes that follow from an upstream captioner's tensors; groups and heads do not follow."""
+    """The settings and sizes that follow from an upstream captioner's tensors. Groups and heads do not follow."""
 
     model: Values
     feature_width: int
@@ -131,7 +131,7 @@ class Inferred:
 
 
 def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 2) -> tuple[int, ...]:
-    """The shape of a tensor. Raises ValueError when it is missing, and for another number of axes or an empty one."""
+    """The shape of a tensor. Raises ValueError if the tensor is missing or empty, or has another number of axes."""
     if name not in tensors:
         raise ValueError(f"the checkpoint is no {system}: it has no {name!r} among {len(tensors)} tensors")
     shape = tuple(tensors[name].shape)
@@ -165,9 +165,10 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings; no groups: the published ones.
+    """The model's configuration from the checkpoint's shapes and the user's settings.
 
-    Raises ValueError as `complete_settings`, and for groups that do not sum to the checkpoint's vectors.
+    If the settings have no groups, they are the published ones. Raises ValueError as `complete_settings`, and for
+    groups whose sum is not the number of vectors in the checkpoint.
     """
     total, groups = inferred.total_expansion, given.get("static_expansion")
     if groups is None:
@@ -187,7 +188,7 @@ def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
 
 
 def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values:
-    """The checkpoint's settings and the user's. ValueError for a contradiction, and when the heads are missing."""
+    """The checkpoint's settings and the user's. Raises ValueError if they contradict, or if the heads are not known."""
     known = inferred.model | {"max_positions": inferred.max_positions}
     for key, value in given.items():
         if key in known and value != known[key]:
