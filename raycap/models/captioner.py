@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,8 +65,7 @@ class Captioner(nn.Module):
                 if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
             }
             if not found:
-                prefixes = (prefix for name in parameters for prefix in accumulate(name.split("."), "{}.{}".format))
-                names = list(dict.fromkeys(prefixes))  # of modules and parameters
+                names = [*(name for name, _ in self.named_modules() if name), *parameters]
                 close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
                 raise ValueError(f"freeze names {pattern!r}, which matches no parameter; names are {', '.join(close)}")
             frozen |= found

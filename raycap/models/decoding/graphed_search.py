@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -40,6 +40,7 @@ class SearchGraph:
     replay: Callable[[], object]
 
 
+@dataclass
 class GraphedSearch:
     """`beam_search` that captures a search at the second batch of a shape and replays it for later batches.
 
@@ -47,20 +48,17 @@ class GraphedSearch:
     graphs, and when a capture has failed. The weights may change in place. Autocast must be the same at each call.
     """
 
-    def __init__(
-        self,
-        models: Sequence[CaptionModel],
-        *,
-        beam_size: int,
-        max_length: int,
-        num_results: int = 1,
-        rules: ScoreRules = ScoreRules(),
-    ) -> None:
-        check_beams(beam_size, num_results)
-        self.rules, self.max_graphs = rules, MAX_GRAPHS
-        self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
-        self.seen: set[Shape] = set()
-        self.graphs: dict[Shape, SearchGraph] = {}
+    models: Sequence[CaptionModel]
+    beam_size: int
+    max_length: int
+    num_results: int = 1
+    rules: ScoreRules = field(default_factory=ScoreRules)
+    max_graphs: int = MAX_GRAPHS
+    seen: set[Shape] = field(default_factory=set)
+    graphs: dict[Shape, SearchGraph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_beams(self.beam_size, self.num_results)
 
     def __call__(self, memories: Sequence[Memory]) -> Captions:
         """The best captions, as `beam_search` returns them."""

@@ -389,10 +389,8 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 
 
 def _signature() -> Any:
-    """The served model's input, the bytes of an image file, and its output, a caption with its values."""
+    """The served model's input: the bytes of an image file."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
-    outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
-    outputs += [ColSpec("double", name, required=False) for name in ("confidence", "expected_ciderd")]
-    return ModelSignature(Schema([ColSpec("binary", "image")]), Schema(outputs))
+    return ModelSignature(Schema([ColSpec("binary", "image")]))
