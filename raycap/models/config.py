@@ -344,8 +344,8 @@ class BackboneConfig:
     num_heads: Annotated[tuple[Count, ...], MinLen(1), MaxLen(MAX_STAGES)] | None = None
     window_size: Count | None = None
     drop_path: Rate = 0.0
-    gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
-    """Compute activations again in the backward pass instead of keeping them. auto: if the memory does not suffice."""
+    gradient_checkpointing: Annotated[bool, Identity.IGNORED] = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     patch_size: Pixels | None = None
     pool: Count = 1
     transform: Literal["auto", "squash", "reference"] = "auto"

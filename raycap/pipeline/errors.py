@@ -15,10 +15,6 @@ class DamagedError(JobFailedError):
     """A file of raycap is not what was written: it is missing, cut or changed. The message begins with its name."""
 
 
-class OtherVersionError(UserError):
-    """A folder was written by a version of raycap whose results are not those of this one."""
-
-
 class UnavailableError(Exception):
     """A metric has no value for these captions. The message is the reason."""
 

@@ -91,12 +91,12 @@ class Backbone(nn.Module):
         if with_weights and config.weights not in ("none", "pretrained"):
             load_tensors(self, read_tensors(Path(config.weights)))
         self._can_checkpoint = _can_checkpoint(network)
-        if config.gradient_checkpointing is True and not self._can_checkpoint:
+        if config.gradient_checkpointing and not self._can_checkpoint:
             raise ValueError(
                 f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
-                "set it to false or auto"
+                "set it to false"
             )
-        self.set_gradient_checkpointing(config.gradient_checkpointing is True)
+        self.set_gradient_checkpointing(config.gradient_checkpointing)
         set_drop_path(self, config.drop_path)
         rows, columns = layout.grid
         self.grid = (rows // config.pool, columns // config.pool)

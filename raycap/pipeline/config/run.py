@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -168,15 +166,6 @@ class RunConfig(Section):
         fewest_workers, most_workers = self.workers.counts[0], self.workers.counts[-1]
         steps = stage.gradient_accumulation_steps
         return stage.batch_size // (most_workers * steps), math.ceil(stage.batch_size / (fewest_workers * steps))
-
-    @staticmethod
-    def num_training_stores(stages: Sequence[StageSection]) -> int:
-        """The number of stores with features of training images that these consecutive stages need.
-
-        Frozen stages read a store. After a stage that trains the backbone they need another one.
-        """
-        trains = [True, *(stage.train_backbone for stage in stages)]
-        return sum(before and not after for before, after in pairwise(trains))
 
     def stage(self, name: str) -> StageSection:
         return next(stage for stage in self.stages if stage.name == name)

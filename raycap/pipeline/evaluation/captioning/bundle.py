@@ -126,7 +126,6 @@ def save_bundle(
     name: str,
     protocol: Protocol = Protocol(),
     info: Mapping[str, object],
-    confidences: Sequence[Confidence] = (),
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
@@ -160,8 +159,6 @@ def save_bundle(
         transform = None if backbone is None else asdict(backbone.transform)
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
         (temporary / "card.md").write_text(_card(name, captioner) + _table(info), encoding="utf-8")
-        if confidences:
-            (temporary / CONFIDENCE).write_text(dump_confidences(confidences), encoding="utf-8")
         seal(temporary)
 
 
