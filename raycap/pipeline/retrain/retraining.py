@@ -365,7 +365,7 @@ def update_tracker(config: RunConfig, state: ChampionState) -> None:
         return
     try:
         client = tracking_client(config)
-        model = config.tracking.registered_name or config.name
+        model = config.name
         runs = client.search_runs([experiment_of(client, config)], f"tags.`raycap.run_id` = '{state.champion.run_id}'")
         # the child runs of its stages have the same tag
         run = next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
