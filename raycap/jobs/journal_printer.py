@@ -12,7 +12,6 @@ from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes
-from raycap.pipeline.runtime.log import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class JournalPrinter:
 
     def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
         """changed: called after each change of the journal, even if a resumed stage repeats entries."""
-        self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
+        self.folder, self.follower = folder, Follower(folder.journal)
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
         self._downloaded_at, self._stop, self._has_failed = time.monotonic(), threading.Event(), False
@@ -37,7 +36,6 @@ class JournalPrinter:
         self._stop.set()
         self._thread.join()
         self._print_new_entries(download=True)
-        self.bar.close()
 
     def _print_repeatedly(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -58,16 +56,11 @@ class JournalPrinter:
                 self._size = size
                 self._changed()
             for entry in self.follower.new():
-                self._print(entry)
+                logger.info(self.line(entry))
         except Exception as error:
             if not self._has_failed:
                 logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")
             self._has_failed = True
-
-    def _print(self, entry: Values) -> None:
-        logger.info(self.line(entry))
-        if entry["kind"] == "train":
-            self.bar.update(entry["stage"], entry["step"], entry["total"])
 
     def line(self, entry: Values) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""

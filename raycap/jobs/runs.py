@@ -84,7 +84,7 @@ def runs(
     for some days, and what killed processes have left. Nothing is removed without --yes, and never a bundle, a champion
     or what is in progress.
 
-    Example: raycap runs results --prune --older-than 60
+    Example: raycap runs results
     """
     storage = _storage(target, set_ or (), endpoint_url)
     if yes and not prune:
@@ -302,7 +302,7 @@ def _read_champion(storage: StoragePath, entry: Content) -> None:
     if POINTER in entry.files:
         state = ChampionStore(storage, entry.name).read()
         entry.facts["decisions"] = state.number
-        entry.needs = {record.run_id for record in state.bundles} | ({state.challenger} if state.challenger else set())
+        entry.needs = {record.run_id for record in state.bundles}
         if state.champion is not None:
             entry.facts |= {"bundle": state.champion.bundle, "run": state.champion.run_id}
 

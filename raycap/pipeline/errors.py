@@ -20,9 +20,9 @@ class UnavailableError(Exception):
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error that a task's function has raised, which Ray wraps in its own error; other errors as they are.
+    """The error that a task's function has raised, without the errors in which Ray wraps it. Others as they are.
 
-    The text of Ray's error is a traceback. A task that waits for another task may wrap its error once more.
+    The text of Ray's error is a traceback. If a task waits for another task, the error is wrapped twice.
     """
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause
