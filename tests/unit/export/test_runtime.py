@@ -97,8 +97,8 @@ def test_rules_and_rankings(name: str, exported: Export) -> None:
     search = bundle.search.model_copy(update=values)
     if name == "no UNK":  # a word that the captions have
         bundle.vocabulary = copy.copy(WORDS)
-        object.__setattr__(bundle.vocabulary, "ids", WORDS.ids | {"UNK": 5})
-        captioner.words = replace(captioner.words, unk=5)
+        object.__setattr__(bundle.vocabulary, "ids", WORDS.ids | {"UNK": 8})
+        captioner.words = replace(captioner.words, unk=8)
     plain = {key: value for key, value in values.items() if key != "decoding"}
     keys = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings")
     captioner.search = replace(captioner.search, **plain, **{key: getattr(search.decoding, key) for key in keys})
