@@ -157,7 +157,7 @@ def test_the_command_line_is_checked_before_anything_is_sent(
     assert values["set_"] == ["seed=1", "name=x"] and values["config"] == config
     nocaps = CONFIGS / "data" / "nocaps_val.yaml"
     monkeypatch.chdir(tmp_path)
-    Path("there.jsonl").touch()  # the file of an earlier call is not sent, because the job would write beside it
+    Path("there.jsonl").touch()  # the job would not get the output of an earlier call
     for words, named in (
         (["caption", "s3://b/*.jpg", *REMOTE, "--out", "there.jsonl"], "--out = there.jsonl"),
         (["score", str(config)], "cannot be submitted"),
