@@ -1,4 +1,4 @@
-"""The truth of the documents: links, commands, YAML, the reference of keys, and the pages that `make docs` builds."""
+"""The documents are true: links, commands, YAML, the reference of keys, and the pages that `make docs` builds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def all_commands() -> list[Any]:
 
 @pytest.mark.parametrize("words", all_commands())
 def test_commands_parse(words: list[str]) -> None:
-    """Their names, options and kinds, the shipped configurations, and the keys that they set; nothing is run."""
+    """The commands, their options, the shipped configurations and the keys that they set exist. Nothing is run."""
     parse(words)
     for word in words:
         assert "configs/" not in word, f"{word} is not everywhere; give the name of the shipped configuration"

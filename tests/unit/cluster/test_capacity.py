@@ -1,4 +1,4 @@
-"""What a cluster can hold, and what a waiting stage reports. Waiting itself: tests/faults/test_private_disks.py."""
+"""What a cluster can hold, and what a waiting stage reports."""
 
 from __future__ import annotations
 

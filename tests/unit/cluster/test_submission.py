@@ -35,7 +35,7 @@ CONFIGS = ROOT / "raycap" / "configs"
 
 
 def test_a_job_runs_in_its_folder_and_finds_its_configuration(tmp_path: Path) -> None:
-    """The folder holds what a job imports, no bytecode and no tests, and the commit that git would say."""
+    """The folder has what a job imports and the commit, but no bytecode and no tests."""
     files, config = job_files(CONFIGS / "search_demo.yaml", [])
     pack(tmp_path, files)
     assert config == "raycap/configs/search_demo.yaml" and [path.name for path in tmp_path.iterdir()] == ["raycap"]

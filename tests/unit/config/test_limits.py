@@ -1,4 +1,4 @@
-"""Numbers and texts that cannot be meant are refused in one short sentence, before anything else is looked at."""
+"""Numbers and texts out of range are refused in one short sentence, before anything else is checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_texts_that_spell_numbers_are_numbers(monkeypatch: pytest.MonkeyPatch) -
 
 
 def numbers(kind: Any, key: str = "") -> Iterator[str]:
-    """The dotted keys of all numbers in a section or in an annotation; the stages' begin with `stages.0`."""
+    """The dotted keys of all numbers in a section or an annotation. Those of stages begin with `stages.0`."""
     if get_origin(kind) in (Union, types.UnionType):
         for member in get_args(kind):
             yield from numbers(member, key)

@@ -1,4 +1,4 @@
-"""Constrained beam search: the machine against looking, the search against brute force over all captions."""
+"""Constrained beam search: its automaton and its captions, compared with brute force over all captions."""
 
 from __future__ import annotations
 

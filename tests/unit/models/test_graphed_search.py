@@ -1,4 +1,4 @@
-"""A search that asks no questions, which a CUDA graph can capture, and the choice of what is replayed."""
+"""A search that never waits for values, so that a CUDA graph can capture it, and the choice of the graph."""
 
 from __future__ import annotations
 

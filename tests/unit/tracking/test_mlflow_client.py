@@ -1,4 +1,4 @@
-"""Where a tracker that is a database, not a server, has its files, and when they are lost with a machine."""
+"""Where MLflow's files are if the tracker is a database, and when they are lost with a machine."""
 
 from __future__ import annotations
 
