@@ -1,4 +1,4 @@
-"""`raycap serve` on Ray: its captions beside those of the other doors, batches, a replaced champion, killed processes."""
+"""`raycap serve` on Ray: captions as everywhere else, batches, a replaced champion, and killed processes."""
 
 from __future__ import annotations
 
