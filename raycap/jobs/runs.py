@@ -57,7 +57,7 @@ KNOWN = {
     "predictions", "scores.json", "report.html", "COMPLETE.json", "tokens", ".lock",
 }  # fmt: skip
 # The files that are removed first, in this order: without them a reader takes nothing else of a folder for complete.
-MARKERS = (r".*/DONE\.json", r"(.*/)?progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
+MARKERS = (r".*/DONE\.json", r"(.*/)?progress\.json", r"run\.json", r"manifest/.*", "COMPLETE")
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
 
 

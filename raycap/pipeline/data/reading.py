@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ import pyarrow.compute as pc
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
+from raycap.pipeline.config.sections import DataSection, SourceSection
 from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
@@ -48,7 +47,7 @@ from raycap.pipeline.data.formats.source import (
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
 from raycap.pipeline.data.language.tokenizers import SUBWORD
-from raycap.pipeline.data.synthetic.scenes import MARKER, write_annotations, write_dataset
+from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shorten, shown
@@ -82,7 +81,9 @@ def data_root(config: RunConfig) -> str:
     scenes = config.data.synthetic
     if scenes is None:
         return storage_path(str(config.data.root)).uri
-    root, remote = _synthetic_places(config, scenes)
+    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
+    name = f"data/synthetic-{digest}"
+    root, remote = config.working_path / name, config.home(name)  # remote: None for a local storage
     if remote is None or not (remote / MARKER).exists():
         if not root.is_dir():
             logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
@@ -90,28 +91,6 @@ def data_root(config: RunConfig) -> str:
         if remote is not None:
             Mirror(remote, root).push()
     return str(root) if remote is None else remote.uri
-
-
-def planned_data(config: RunConfig) -> Dataset | None:
-    """A synthetic data set that is not drawn yet, without its images; None for any other.
-
-    Raises UserError if it cannot be trained on with this configuration.
-    """
-    scenes = config.data.synthetic
-    if scenes is None or _synthetic_places(config, scenes)[0].is_dir():
-        return None
-    with TemporaryDirectory(prefix="raycap-") as folder:
-        write_annotations(Path(folder), scenes)
-        dataset = read_dataset(config.data, folder)
-    build_vocabulary(dataset, config.data)
-    return dataset
-
-
-def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
-    """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
-    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
-    name = f"data/synthetic-{digest}"
-    return config.working_path / name, config.home(name)
 
 
 def snapshot_of(

@@ -43,7 +43,6 @@ from raycap.pipeline.features.store import (
     has_shard,
     mark_complete,
     remove_orphans,
-    write_index,
     write_quarantine,
     write_shard,
 )
@@ -252,7 +251,6 @@ def extract(
         logger.info(f"features    {done} {unit} in {seconds:.0f} s, {done / seconds:.0f} images/s")
         if done != count:
             raise RuntimeError(f"Ray Data returned {done} of {count} {unit}; run the extraction again")
-        write_index(folder)
     write_quarantine(folder, dataset, unusable, unreadable or {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
@@ -274,7 +272,6 @@ def hashing_extraction(
         for batch in compute(images, folder, extractor, known):
             yield HashedFiles.of_batch(batch)
             progressed()
-    write_index(folder)
 
 
 def _key_numbers(content_keys: Sequence[str]) -> np.ndarray:

@@ -34,7 +34,6 @@ from raycap.pipeline.features.store import (
     feature_key,
     mark_complete,
     remove_orphans,
-    write_index,
     write_quarantine,
     write_shard,
 )
@@ -103,8 +102,6 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
         rows_per_shard = max(1, min(settings.rows_per_shard, MAX_SHARD_BYTES // row_bytes))
         for start in range(0, len(missing), rows_per_shard):
             unusable |= _import_shard(file, missing.slice(start, rows_per_shard), width, folder, config)
-    if len(missing):
-        write_index(folder)
     write_quarantine(folder, dataset, unusable, {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
@@ -171,19 +168,15 @@ def _import_shard(
     if not images:
         return unusable
     padded = np.zeros((len(images), settings.max_regions, width), settings.stored_dtype)
-    boxes = np.zeros((len(images), settings.max_regions, 4), np.float32)
-    for row, (key, (features, corners)) in enumerate(images.items()):
+    for row, (key, (features, _)) in enumerate(images.items()):
         if features.shape[1] != width:
             raise UserError(
                 f"features.hdf5: {settings.hdf5} holds features of different widths: {width} of the first image, "
                 f"{features.shape[1]} of image {key.removeprefix('id-')}"
             )
         padded[row, : len(features)] = features
-        if corners is not None:
-            boxes[row, : len(features)] = corners
     lengths = [len(features) for features, _ in images.values()]
-    has_boxes = any(corners is not None for _, corners in images.values())
-    write_shard(folder, list(images), padded, lengths, boxes if has_boxes else None)
+    write_shard(folder, list(images), padded, lengths, [boxes for _, boxes in images.values()])
     return unusable
 
 

@@ -210,22 +210,13 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     try:
         with atomic_folder(folder, replace=False, durable=False) as partial:
             (partial / "images").mkdir()
-            _write_annotations(partial, [_write_image(partial, config, index) for index in range(config.num_images)])
+            images = [_write_image(partial, config, index) for index in range(config.num_images)]
+            content = json.dumps({"dataset": "raycap-scenes", "images": images})
+            (partial / "dataset.json").write_text(content, "utf-8")
             (partial / MARKER).write_text(marker, "utf-8")
     except OSError:
         if not _is_complete(folder, marker):  # else another process has just written the same files
             raise
-
-
-def write_annotations(folder: Path, config: SceneConfig) -> None:
-    """Writes `dataset.json` and an empty folder for the images, to check a configuration before images are drawn."""
-    (folder / "images").mkdir()
-    _write_annotations(folder, [_entry(config, index) for index in range(config.num_images)])
-
-
-def _write_annotations(folder: Path, images: list[Values]) -> None:
-    """Writes Karpathy's file of these entries."""
-    (folder / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
@@ -239,21 +230,15 @@ def _is_complete(folder: Path, marker: str) -> bool:
 
 
 def _write_image(folder: Path, config: SceneConfig, index: int) -> Values:
-    """Draws and saves one picture; returns its entry for the Karpathy file."""
-    scene, _ = make_scene(config.seed, index)
-    entry = _entry(config, index)
-    draw_scene(scene, config.image_size).save(folder / "images" / entry["filename"])
-    return entry
-
-
-def _entry(config: SceneConfig, index: int) -> Values:
-    """The entry of one picture in the Karpathy file."""
+    """Draws and saves one picture. Returns its entry for the Karpathy file."""
     scene, captions = make_scene(config.seed, index, config.language)
+    filename = f"scene_{index:06d}.png"
+    draw_scene(scene, config.image_size).save(folder / "images" / filename)
     tokenize = TOKENIZERS[suggested_tokenizer(config.language)].split
     sentids = list(range(index * CAPTIONS_PER_IMAGE, (index + 1) * CAPTIONS_PER_IMAGE))
     return {
         "filepath": "images",
-        "filename": f"scene_{index:06d}.png",
+        "filename": filename,
         "imgid": index,
         "cocoid": index + 1,
         "split": scene.split,
