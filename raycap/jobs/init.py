@@ -50,11 +50,12 @@ def init(
     language = detect_language(captions)
     facts = facts_of(found, name, language, pretrained)
     splits = Counter(found.dataset.split_sizes())
-    files = ", ".join(each["annotations"] for each in found.keys.get("sources") or [found.keys])
+    files = [each["annotations"] for each in found.keys.get("sources") or [found.keys]]
+    places = ", ".join(found.root.uri if file == "." else file for file in files)
     counts = sorted({len(captions) for captions in found.dataset.column("captions")})
     per_image = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     lines = {
-        "found": f"{found.form}: {files}",
+        "found": f"{found.form}: {places}",
         "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits.most_common()),
         "captions": f"{facts.num_captions}, {per_image} per image, nearly all of at most {facts.words} words",
         "language": f"{language.code or 'unknown'} ({language.script.title()}), tokenizer {language.tokenizer}",
