@@ -1,12 +1,12 @@
 """Imports a detector's region features (`features.hdf5`), which replace a backbone's, into the feature store.
 
 The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer: `<image_id>_features` (regions, C) and
-`<image_id>_boxes` (regions, 4). Rows are padded with zeros to `features.max_regions`; the store has the length and the
-boxes of each row. An image's content key contains its id instead of a hash, because the image files need not exist.
+`<image_id>_boxes` (regions, 4). In the store, rows are filled up with zeros to `features.max_regions`. An image's
+content key contains its id instead of a hash, because the image files need not exist.
 
-The file must be self-contained: data sets that are virtual, or whose values are in another file, are refused, because
-they would read any file of the user. An image whose data sets are damaged or too large is quarantined. Data sets may
-be compressed with gzip. libhdf5 decompresses a chunk to the end of its stream, so the stream is measured first.
+The file must contain all values itself, because a data set in another file could be any file of the user. An image
+whose data sets are damaged or too large is quarantined. Data sets may be compressed with gzip. Each compressed chunk is
+measured before it is read, because libhdf5 decompresses it to the end of its stream.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
-    """The number C of values per region in the file, taken from the first image of the data set that it contains.
+    """The number C of values per region, of the first image of the data set that the file contains.
 
-    Raises UserError when the file has no image of the data set, or lacks boxes that the model needs.
+    Raises UserError if the file has no image of the data set, and as `_check_images`.
     """
     reason = ""
     with open_regions(region_file(config)) as file:
@@ -80,10 +80,10 @@ def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
-    """Imports those features of the data set's images that the store lacks. The images' content keys contain their ids.
+    """Imports the features that the store lacks. The images' content keys contain their ids.
 
-    Returns the store's folder and {content key: reason} of images without usable features. Raises UserError when the
-    file is missing or not HDF5, when widths differ, and as `_check_images`. Needs memory for one shard at a time.
+    Returns the store's folder, and {content key: reason} of images without usable features. Raises UserError if the
+    file is missing or not HDF5, if widths differ, and as `_check_images`. Needs memory for one shard.
     """
     settings, description = config.features, describe_regions(config)
     folder = config.storage_place / "features" / feature_key(description)
@@ -95,7 +95,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     width = feature_width(dataset, config)
     unusable: dict[str, str] = {}
     with open_regions(region_file(config)) as file:
-        # another model may have made the store, without need of boxes
+        # stored images are checked again, because another model may have stored them without boxes
         checked = dataset.table if config.model.needs_boxes else missing
         _check_images(file, checked["image_id"].to_pylist(), config)
         row_bytes = settings.max_regions * width * np.dtype(settings.stored_dtype).itemsize
@@ -108,7 +108,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
 
 def describe_regions(config: RunConfig) -> Values:
-    """What decides the stored features of an image id: the file, and how it is read. A store is named by it."""
+    """What decides the stored features: the file, and how it is read. The store's name is a hash of it."""
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
     return description | {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
@@ -127,7 +127,7 @@ def region_file(config: RunConfig) -> Path:
 def _check_images(file: h5py.File, image_ids: Sequence[int], config: RunConfig) -> dict[int, str]:
     """{image id: reason} of images without usable features.
 
-    Raises UserError if the model needs boxes and another image has none, or if one has more regions than
+    Raises UserError if a usable image has no boxes and the model needs them, or if it has more regions than
     `features.max_regions` and may not be truncated.
     """
     reasons, limit = {}, config.features.max_regions
@@ -181,7 +181,7 @@ def _import_shard(
 
 
 def ends_digest(path: Path) -> str:
-    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long."""
+    """A digest of a file's size and of its first and last bytes, because the file may have hundreds of gigabytes."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -246,7 +246,7 @@ def _features_of(file: h5py.File, image_id: int) -> Any:
 
 
 def _find(file: h5py.File, name: str) -> Any:
-    """The data set of this name; None if there is none. Raises ValueError unless it is sound and in this file."""
+    """The data set of this name; None if there is none. Raises ValueError if it is damaged, or not in this file."""
     import h5py
     from h5py import h5z
 
@@ -284,7 +284,7 @@ def _find(file: h5py.File, name: str) -> Any:
 
 
 def _link(file: h5py.File, name: str) -> Any:
-    """The link of this name, which is not followed; None if there is none. Raises UserError for a damaged file."""
+    """The link of this name, without following it; None if there is none. Raises UserError for a damaged file."""
     try:
         return file.get(name, getlink=True)
     except Exception as error:
@@ -311,7 +311,7 @@ def _filters(stored: Any) -> list[int]:
 
 
 def _require_true_size(stored: Any, max_regions: int) -> None:
-    """Raises ValueError if a compressed chunk with any of the first rows decompresses to more than a chunk has."""
+    """Raises ValueError if a compressed chunk of the first rows decompresses to more than its stated size."""
     from h5py import h5z
 
     filters, chunks = _filters(stored), list[Any]()
