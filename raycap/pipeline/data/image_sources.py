@@ -59,7 +59,7 @@ def _find_local(argument: str) -> list[str]:
 
 
 def _find_remote(argument: str, options: StorageOptions) -> list[str]:
-    """The URI of an object with an image's ending, those that match a pattern, or those of all images below a prefix."""
+    """The URI of an object with an image's ending, of those that match a pattern, or of all images below a prefix."""
     place = storage_path(argument, options)
     place.require_answer()
     if glob.has_magic(argument) and not place.exists():
