@@ -1,8 +1,8 @@
 """The synthetic data set: pictures of one or two colored shapes with captions, in Karpathy layout like COCO.
 
 The main object is the larger one, and every caption names it first. With equal sizes, "a circle left of a square" and
-"a square right of a circle" would both be correct. Image i depends only on the seed and i, so that a smaller data set is
-the beginning of a larger one.
+"a square right of a circle" would both be correct. Image i depends only on the seed and i, so that a smaller data set
+is the beginning of a larger one.
 """
 
 from __future__ import annotations

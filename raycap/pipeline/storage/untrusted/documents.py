@@ -1,8 +1,8 @@
 """Reads local files that may be anything, and parses JSON, YAML and gzip from elsewhere.
 
 A file may be a pipe, a device, or larger than the memory. A document that cannot be parsed raises a UserError that
-begins with its name. Depth, aliases and decompressed size are limited, because a few hundred bytes of nested lists, YAML
-aliases or gzip can fill the memory.
+begins with its name. Depth, aliases and decompressed size are limited, because a few hundred bytes of nested lists,
+YAML aliases or gzip can fill the memory.
 """
 
 from __future__ import annotations
