@@ -65,7 +65,7 @@ _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
 def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {URI: reason} of images that cannot be read. hash_files: of `take_snapshot`."""
+    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: of `take_snapshot`."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
     return snapshot_of(dataset, config, hash_files)
