@@ -1,7 +1,6 @@
-"""What a folder, annotation file or prefix on S3 contains: the form of the data set and the keys that read it.
+"""Finds the form of the data set in a folder, annotation file or prefix on S3, and the keys that read it.
 
-The names of files suggest candidates. The readers of `pipeline.data.formats` read each, so that what is written into a
-configuration has been tried.
+File names suggest candidates. Each is read with the keys that a configuration would have, until one succeeds.
 """
 
 from __future__ import annotations
@@ -51,24 +50,24 @@ PARQUET_WITH_IMAGES = "Parquet with images"
 
 
 class Candidate(NamedTuple):
-    """Files that may be one data set. form: JSON, table, tars or text. files: the annotations, or images with text."""
+    """Files that may be one data set. form: JSON, table, tars or text. files: annotations, or images with a text."""
 
     form: str
     files: tuple[str, ...]
 
 
 def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
-    """What a data set of these files may be, the likeliest first."""
+    """The candidates among these files, the likeliest first."""
     documents = [name for name in names if name.endswith((".json", ".json.gz"))]
     for group in _groups(documents):
-        # many data sets have other JSON files
+        # A data set may also have JSON files that are no annotations.
         has_usual_name = re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1])
         if len(documents) == 1 or has_usual_name:
             yield Candidate("JSON", group)
     for ending in TABLE_ENDINGS:
         for group in _groups([name for name in names if name.endswith((ending, f"{ending}.gz"))]):
             yield Candidate("table", group)
-    for endings in ((".tar",), (".tar.gz", ".tgz")):  # the reader refuses the second ones with a remedy
+    for endings in ((".tar",), (".tar.gz", ".tgz")):  # the reader refuses compressed ones with a remedy
         for group in _groups([name for name in names if name.endswith(endings)]):
             yield Candidate("tars", group)
     stems = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
@@ -103,15 +102,15 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
 
 
 def split_of(name: str) -> str | None:
-    """The split that the last such word of a path names, as in data/train-0001.parquet."""
+    """The split that a path names, such as data/train-0001.parquet; by its last word if there are several."""
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
     return SPLIT_WORDS[words[-1]] if words else None
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Annotation files that may be one data set: those at one depth whose names begin with the same word.
+    """At most MAX_GROUPS groups of annotation files that may be one data set. The highest folders come first.
 
-    The highest folders come first. At most MAX_GROUPS.
+    A group has the files at one depth whose first word that is no split is the same.
     """
     groups: dict[tuple[int, str], list[str]] = {}
     for name in names:
@@ -123,16 +122,17 @@ def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
-    """The keys for images with text: a source for each folder that a split names, else the folder of all of them.
+    """The keys for images with text. texts: these images.
 
-    Folders without any text are left out, as far as the folders can be listed.
+    If folders are named by splits, each is a source. Else the folder of all is read. If it also has folders without any
+    text, the others are listed as sources.
     """
     parents = {name.rpartition("/")[0] for name in texts}
     top = os.path.commonpath(parents) if all(parents) else ""
     prefix = f"{top}/" if top else ""
     folders = sorted({top if parent == top else prefix + parent[len(prefix) :].partition("/")[0] for parent in parents})
     splits = [split_of(folder) for folder in folders]
-    keys: Values = {"format": "text"}  # nothing marks a folder on S3
+    keys: Values = {"format": "text"}  # `auto` would not recognize a folder on S3
     if all(splits) and (len(set(splits)) > 1 or folders == [top]):
         pairs = zip(folders, splits, strict=True)
         return keys | {"sources": [{"annotations": folder, "split": split} for folder, split in pairs]}
@@ -156,7 +156,10 @@ def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
 
 
 def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A pattern that matches these of all names and no other, or these names. Raises UserError for too many of them."""
+    """One pattern that matches these files and none of the other names, or else the files themselves.
+
+    Raises UserError for more than MAX_SOURCES files without such a pattern.
+    """
     if len(files) == 1:
         return list(files)
     begin = os.path.commonprefix(files).rstrip("0123456789")  # noqa: RUF071 (character by character)
@@ -174,7 +177,7 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
-    """The columns of a table, and those of a Parquet file that hold files. Raises UserError."""
+    """The columns of a table, and those of them that have images in a Parquet file. Raises UserError."""
     title = f"annotation file {path}"
     with opened(path) as file:
         if path.name.endswith(".parquet"):
@@ -264,7 +267,7 @@ def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
 
 
 def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -> Values:
-    """The keys with the folder in which most of the first images of each source are."""
+    """The keys with `images` for each source: the folder in which most of its first images are."""
     known = set(names)
     folders = [name.rpartition("/")[0] for name in names if is_image(name)]
     tops = [folder.partition("/")[0] for folder in folders]
