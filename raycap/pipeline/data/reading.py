@@ -323,7 +323,7 @@ def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
     The captions of dog.jpg are the lines of dog.txt.
     """
     folder = source.annotations
-    texts: dict[str, set[str]] = {}  # {ending, as .txt or .TXT: names of the text files without it}
+    texts: dict[str, set[str]] = {}  # {.txt, .TXT, ...: names of the text files without this ending}
 
     def image_names() -> Iterator[str]:
         for name, _ in folder.walk():

@@ -248,7 +248,6 @@ def _features_of(file: h5py.File, image_id: int) -> Any:
 def _find(file: h5py.File, name: str) -> Any:
     """The data set of this name; None if there is none. Raises ValueError if it is damaged, or not in this file."""
     import h5py
-    from h5py import h5z
 
     link = _link(file, name)
     if link is None:
@@ -257,30 +256,40 @@ def _find(file: h5py.File, name: str) -> Any:
         raise ValueError(f"{name} is a link to {printable(link.path)}; the file must contain the values itself")
     try:
         stored = file[name]
-        is_data_set = isinstance(stored, h5py.Dataset) and stored.shape is not None
-        if is_data_set:
-            is_elsewhere = stored.is_virtual or stored.external
-            chunks = stored.chunks or [max(1, side) for side in stored.shape]
-            num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
-            num_bytes = num_chunks * math.prod(chunks) * stored.dtype.itemsize
-            num_written = num_bytes // stored.dtype.itemsize * stored.id.get_type().get_size()  # without compression
-            num_stored = stored.id.get_storage_size()  # compressed
-            filters = _filters(stored)
+        problem = _problem_of(stored)
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
         raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
-    if not is_data_set:
-        raise ValueError(f"{name} is no data set with values")
-    if is_elsewhere:
-        raise ValueError(f"{name} has its values in another file; the file must contain them itself")
-    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
-        raise ValueError(f"{name} has the HDF5 filters {filters}; write it with gzip compression or without")
-    if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
-        raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
-    if num_chunks > _MAX_CHUNKS:
-        raise ValueError(f"{name} has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones")
-    if num_stored < (min(1, num_bytes) if h5z.FILTER_DEFLATE in filters else num_written):
-        raise ValueError(f"{name} has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values")
+    if problem:
+        raise ValueError(f"{name} {problem}")
     return stored
+
+
+def _problem_of(stored: Any) -> str:
+    """Why the values of an object in an HDF5 file must not be read; "" if they may be. None of them is read."""
+    import h5py
+    from h5py import h5z
+
+    if not isinstance(stored, h5py.Dataset) or stored.shape is None:
+        return "is no data set with values"
+    if stored.is_virtual or stored.external:
+        return "has its values in another file; the file must contain them itself"
+    filters = _filters(stored)
+    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
+        return f"has the HDF5 filters {filters}; write it with gzip compression or without"
+    chunks = stored.chunks or [max(1, side) for side in stored.shape]
+    num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
+    num_values = num_chunks * math.prod(chunks)
+    num_bytes = num_values * stored.dtype.itemsize
+    num_stored = stored.id.get_storage_size()
+    if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
+        return f"has {max(num_bytes, num_stored)} bytes, more than an image's features need"
+    if num_chunks > _MAX_CHUNKS:
+        return f"has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones"
+    is_compressed = h5z.FILTER_DEFLATE in filters
+    least = min(1, num_bytes) if is_compressed else num_values * stored.id.get_type().get_size()
+    if num_stored < least:
+        return f"has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values"
+    return ""
 
 
 def _link(file: h5py.File, name: str) -> Any:

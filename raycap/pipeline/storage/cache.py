@@ -95,7 +95,7 @@ class ShardCache:
         path = self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
         if _use(path, sha256):
             return path
-        with file_lock(self.folder / f"{sha256[0]}.lock"):  # one of 16
+        with file_lock(self.folder / f"{sha256[0]}.lock"):  # there are 16 of these locks
             if not _use(path, sha256):  # another process may have fetched it while this one waited for the lock
                 path.unlink(missing_ok=True)  # it is damaged
                 if size > min(self.limit, free_bytes(self.folder) + used_bytes(self.folder)):

@@ -155,7 +155,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
             try:
                 kind, content = b"D", json.dumps(answer(parent, task)).encode()
-            except MemoryError:  # pyarrow's error for memory is one, too
+            except MemoryError:  # also pyarrow's ArrowMemoryError
                 kind, content = b"E", b"it needs too much memory"
             except Exception as error:  # damaged files raise nearly any type
                 kind, content = b"E", " ".join(str(error).split()).encode(errors="replace")
