@@ -8,12 +8,14 @@ The manifest is also written while images are read, so that a kill or an outage 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +24,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import PARTS, UNREADABLE, ImageLocation, forget_row_groups, hash_batch, reason_of
+from raycap.pipeline.data.images import (
+    PARTS,
+    UNREADABLE,
+    ImageLocation,
+    forget_row_groups,
+    is_remote_image,
+    read_image_file,
+    reason_of,
+)
 from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.storage.cache import image_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.tables import read_cache, write_table
@@ -176,8 +187,29 @@ def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[
 def hash_with_threads(
     uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files (`HashFiles`) with threads of this process. cache_bytes: see `hash_batch`."""
+    """Reads and hashes files (`HashFiles`) with threads of this process. Images on S3 are cached on this machine.
+
+    cache_bytes: the cache's size (`features.cache_gib`); None for the default.
+    """
+
+    def read(uri: str) -> tuple[str | None, str]:
+        """A file's sha256, or None and the reason why it cannot be read."""
+        try:
+            data = read_image_file(StoragePath(uri, options))
+        except StorageError:
+            raise
+        except OSError as error:
+            return None, reason_of(error)
+        key = hashlib.sha256(data).hexdigest()
+        if cache is not None and is_remote_image(uri):
+            with suppress(OSError):  # a disk that cannot be written; the image is read again
+                cache.add(key, data)
+        return key, ""
+
     for start in range(0, len(uris), _URIS_PER_SLICE):
-        part = uris.slice(start, _URIS_PER_SLICE).to_numpy(zero_copy_only=False)
-        batch = {"uri": part, "number": np.arange(start, start + len(part))}
-        yield HashedFiles.of_batch(hash_batch(batch, options, cache_bytes, _NUM_THREADS))
+        part = uris.slice(start, _URIS_PER_SLICE).to_pylist()
+        cache = image_cache(cache_bytes) if any(map(is_remote_image, part)) else None
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            found = list(pool.map(read, part))
+        reasons = {uri: reason for uri, (key, reason) in zip(part, found, strict=True) if key is None}
+        yield HashedFiles(np.arange(start, start + len(part)), [key for key, _ in found], reasons)

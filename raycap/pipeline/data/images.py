@@ -27,7 +27,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.cache import ImageCache, cached_image, image_cache
+from raycap.pipeline.storage.cache import ImageCache, cached_image
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
@@ -298,37 +298,6 @@ def pixels_of(
 ) -> np.ndarray:
     """The pixels (H, W, 3) uint8 of an RGB image; with a seed those of a random version (`augmented`)."""
     return transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
-
-
-def hash_batch(
-    batch: dict[str, np.ndarray],
-    options: StorageOptions = StorageOptions(),
-    cache_bytes: int | None = None,
-    threads: int = 1,
-) -> Values:
-    """Adds two columns to a batch with the column uri. Images on S3 are cached on this machine.
-
-    key: the file's sha256, or "" if it cannot be read. reason: why it cannot be read, or "". cache_bytes: the cache's
-    size (`features.cache_gib`); None for the default. threads: how many read local files. Raises StorageError for an
-    outage.
-    """
-    cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
-
-    def read(uri: str) -> tuple[str, str]:
-        try:
-            data = read_image_file(StoragePath(uri, options))
-        except StorageError:
-            raise
-        except OSError as error:
-            return "", reason_of(error)
-        key = hashlib.sha256(data).hexdigest()
-        if cache is not None and is_remote_image(uri):
-            with suppress(OSError):  # a disk that cannot be written; the image is read again
-                cache.add(key, data)
-        return key, ""
-
-    results = _for_each(read, threads, list(map(str, batch["uri"])))
-    return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
 
 
 def measure_batch(
