@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -36,21 +35,12 @@ CHUNK_ROWS = 4096  # rows that become Python objects at a time, and rows of a ch
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions. table: one row per image, with the columns of SCHEMA, and maybe TOKENS.
-
-    origin: the rows, ascending, of the data set from which these images were selected; None if all were.
-    """
+    """Images with their captions. table: one row per image, with the columns of SCHEMA, and maybe TOKENS."""
 
     table: pa.Table
-    origin: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.table.num_rows
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The rows (len(self),) int64 of these images in the data set from which they were selected."""
-        return np.arange(len(self)) if self.origin is None else self.origin
 
     @property
     def num_captions(self) -> int:
@@ -71,8 +61,7 @@ class Dataset:
 
     def where(self, mask: pa.ChunkedArray) -> Dataset:
         """The images for which a mask without nulls is true."""
-        rows = self.rows[mask.to_numpy()]
-        return self if len(rows) == len(self) else Dataset(self.table.filter(mask), rows)
+        return self if pc.sum(mask).as_py() == len(self) else Dataset(self.table.filter(mask))
 
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
         """A copy in which this column of SCHEMA has these values, one per row."""

@@ -33,7 +33,6 @@ MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 t
 MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
 # COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
 MIN_ORIGINAL_SIDE = 400
-SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
 MAX_UNKNOWN = 0.05  # fraction of the words of validation captions outside the vocabulary, above which is a warning
 MAX_EXAMPLES = 3  # A finding names at most this many images.
@@ -41,7 +40,7 @@ MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of the data set. After an `error`, training would give wrong results."""
+    """A problem of the data set. If its kind is "error", training would give wrong results."""
 
     kind: Literal["error", "warning"]
     text: str
@@ -49,7 +48,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem.
+    """The result of a check. statistics: values by name, for JSON. findings: one per problem.
 
     data: the data set with content keys, and {URI: reason} of the images that cannot be read.
     """
@@ -77,12 +76,11 @@ def check_data(
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Threads of this process decode every image once. For region features, the check only looks up whether they exist.
-    The only file that it writes is the manifest of content keys.
+    Threads of this process decode every image once. If the run reads region features, the check only looks up whether
+    they exist. The only file that it writes is the manifest of content keys.
 
-    checked_keys: content keys of images that an earlier check has decoded. The check leaves these images out, and
-    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. listing: of
-    `take_snapshot`.
+    checked_keys: content keys of images that an earlier check has decoded. This check leaves them out, and
+    `data.max_bad_fraction` then limits the unusable ones among the other images. listing: of `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
@@ -115,7 +113,7 @@ def check_data(
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
     """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
-    # Each list holds an image URI per finding; an image can appear more than once.
+    # Each list holds the URI of an image for each caption that was found, or once for an image.
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
@@ -129,14 +127,9 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
             repeated.append(uri)
         if not any(words):
             wordless.append(uri)
-    result.statistics["captions"] = {
-        "total": sum(number * images for counter in counts.values() for number, images in counter.items()),
-        "per_image": {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())},
-        "empty": len(empty),
-        "huge": len(long),
-        "repeated": len(repeated),
-        "not_text": len(strange) + len(problems),
-    }
+    per_image = {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())}
+    result.statistics["captions"] = sum(count * images for each in counts.values() for count, images in each.items())
+    result.statistics["captions_per_image"] = per_image
     if problems:
         result.error(f"{len(problems)} captions are not text: {problems[0]}")
     if wordless:
@@ -155,7 +148,7 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
 
 
 def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
-    """Reports captions that the configured tokenizer does not split into words; returns the tokenizer that fits."""
+    """Reports captions that the configured tokenizer does not split into words. Returns the tokenizer that fits."""
     problems = CaptionProblems(tokenizer)
     for text, words in zip(dataset.texts(tokenizer), dataset.tokens(tokenizer), strict=True):
         problems.add(text, words)
@@ -189,7 +182,7 @@ def _is_text(caption: str) -> bool:
 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
-    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
+    """Decodes every image. Returns {key: reason} of those that fail, and (width, height) of the others as (N, 2).
 
     Files of equal content are decoded once.
     """
@@ -232,7 +225,7 @@ def _check_images(
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Reports images with equal content: an error across training and held-out splits, else a warning.
+    """Reports images with equal content. It is an error if one is in training and another one is held out.
 
     A source with `rewarded: false` may repeat images, because it adds a model's captions of them.
     """
@@ -265,10 +258,6 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
     if not len(sizes):
         return
     short_sides = sizes.min(1)
-    histogram = np.histogram(short_sides, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
-    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
-    bins = zip(labels, histogram.tolist(), strict=True)
-    result.statistics["short_side"] = {label: count for label, count in bins if count}
     most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
     # Original photographs differ in size, while most photographs of a shrunken data set have the same short side.
     if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
