@@ -23,7 +23,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from raycap.jobs.options import Set
 from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.shipped import named_place
@@ -66,7 +65,6 @@ def runs(
         str,
         typer.Argument(help="A storage's folder, s3://BUCKET/FOLDER, or a configuration.", metavar="STORAGE|CONFIG"),
     ],
-    set_: Set = None,
     endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server, for s3://...")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     prune: Annotated[
@@ -86,7 +84,7 @@ def runs(
 
     Example: raycap runs results
     """
-    storage = _storage(target, set_ or (), endpoint_url)
+    storage = _storage(target, endpoint_url)
     if yes and not prune:
         raise UserError("--yes removes what --prune shows; give both")
     with storage_errors("--endpoint-url", "give a storage that exists"):
@@ -104,19 +102,17 @@ def runs(
         _prune(storage, found, older_than, yes)
 
 
-def _storage(target: str, overrides: Sequence[str], endpoint_url: str | None) -> StoragePath:
+def _storage(target: str, endpoint_url: str | None) -> StoragePath:
     """The storage that an argument names. Raises UserError if there is none."""
-    remember_address(endpoint_url or "")
-    path = None if is_remote(target) else named_place(expanded_path(target))
-    if path is None and not is_remote(target):
+    if is_remote(target):
+        remember_address(endpoint_url or "")
+        return storage_path(target, StorageOptions(endpoint_url))
+    path = named_place(expanded_path(target))
+    if path is None:
         raise UserError(f"{shown(target)} does not exist; give a storage's folder, s3://..., or a configuration")
-    if path is not None and path.is_file():
-        if endpoint_url is not None:
-            raise UserError("--endpoint-url belongs to s3://...; with a configuration --set storage.endpoint_url")
-        return load_config(path, overrides).storage_place
-    if overrides:
-        raise UserError("--set changes a configuration; give a configuration in place of a storage, or leave it out")
-    return storage_path(target, StorageOptions(endpoint_url)) if path is None else storage_path(path)
+    if endpoint_url is not None:
+        raise UserError("--endpoint-url belongs to s3://...; a configuration has the key storage.endpoint_url")
+    return load_config(path, ()).storage_place if path.is_file() else storage_path(path)
 
 
 def _print_table(title: str, entries: Sequence[Content]) -> None:

@@ -300,26 +300,22 @@ def pixels_of(
     return transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
 
 
-def measure_batch(
-    batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
-) -> Values:
-    """Decodes a batch with the columns key (content keys or None) and uri, and adds two columns.
+def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: StorageOptions, threads: int) -> list[str]:
+    """Decodes images. Returns for each why it cannot be used, or "". Raises StorageError for an outage.
 
-    size: (B, 2) int32, width and height; (0, 0) for an image that cannot be used. reason: why it cannot be used, or "".
-    threads: how many decode local files. Raises StorageError for an outage.
+    keys: their content keys, or None. threads: how many decode local files.
     """
 
-    def measure(uri: str, key: str | None) -> tuple[tuple[int, int], str]:
+    def reason_of(uri: str, key: str | None) -> str:
         try:
-            return decode_image(read_image_file(StoragePath(uri, options), key), max_pixels).size, ""
+            decode_image(read_image_file(StoragePath(uri, options), key), max_pixels)
         except StorageError:
             raise
         except (BadImage, OSError) as error:
-            return (0, 0), str(error)
+            return str(error)
+        return ""
 
-    results = _for_each(measure, threads, list(map(str, batch["uri"])), batch["key"])
-    sizes = np.array([size for size, _ in results], np.int32).reshape(-1, 2)
-    return {**batch, "size": sizes, "reason": np.array([reason for _, reason in results])}
+    return _for_each(reason_of, threads, list(map(str, uris)), keys)
 
 
 def _for_each(function: Callable[..., Any], threads: int, uris: Sequence[str], *columns: Iterable[object]) -> list[Any]:

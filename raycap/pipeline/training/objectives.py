@@ -35,11 +35,9 @@ from raycap.models.captioner import Captioner
 from raycap.models.config import Decoding
 from raycap.models.decoding.search import Beams, Decoder, ScoreRules, greedy, sample, search
 from raycap.models.dropout import CaptionMasks, new_masks
-from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
@@ -94,8 +92,7 @@ def make_objective(
     captions = train.table["captions"].combine_chunks()  # looking up a row of many chunks takes longer
     reward = WeightedReward(section.reward, cider_d, lambda row: captions[row].as_py(), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
-    words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
-    return scst_objective(stage, reward, device, vocabulary.pad, words, reference), reward
+    return scst_objective(stage, reward, vocabulary.pad, reference), reward
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -113,20 +110,15 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
 def scst_objective(
     stage: StageSection,
     reward: Reward,
-    device: torch.device | str,
     pad: int,
-    words: tuple[str, ...],
     reference: Captioner | None = None,
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    device: of the captioner and the reward.
-    words: the words in the order of their token ids.
     reference: the model of `kl`, in evaluation mode. It needs memory for its weights, and adds a pass of encoder and
     decoder without gradient to each step. In an end-to-end stage it also adds a pass of the backbone.
     """
     section = stage.sampling
-    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=device)
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
@@ -159,7 +151,7 @@ def scst_objective(
             # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. Its weight is
             # this micro-step's share of the captions, because the values of micro-steps are summed.
             "entropy": -log_probs.detach().sum().double() / num_scored * len(tokens) / count,
-            **_caption_stats(tokens, eos, pad, is_open_ending, count),
+            "length": ((tokens[:, 1:] != pad) & (tokens[:, 1:] != eos)).sum().double() / count,
             **extra,
         }
         return StepOutput(loss, metrics)
@@ -269,27 +261,6 @@ def _draw_and_score(
     with masks.in_use(model):
         tokens = _draw(model, memory, section, generator, masks)
         return tokens, model.decode(memory, tokens[:, :-1])
-
-
-def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, Tensor]:
-    """Statistics that show when SCST fails: length, open endings ("a man with a"), repetitions, captions with EOS.
-
-    Each is a sum divided by `count`, the number of sampled captions of the whole optimizer step.
-    """
-    words = F.pad(tokens[:, 1:], (0, 2), value=pad)  # `unfold` raises for fewer than three tokens
-    valid_mask = (words != pad) & (words != eos)
-    lengths = valid_mask.sum(1)
-    # SOS is at position 0 of `tokens`, so the last word is at the position `length`.
-    last_words = tokens.gather(1, lengths[:, None]).squeeze(1)
-    trigrams, is_complete = words.unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
-    is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
-    return {
-        "length": lengths.sum().double() / count,
-        "broken_endings": (is_open_ending[last_words] & (lengths > 0)).sum().double() / count,
-        # triu(1) leaves only pairs of different positions, each once.
-        "repeated_trigrams": is_equal.triu(1).any(-1).any(-1).sum().double() / count,
-        "ended": (tokens == eos).any(1).sum().double() / count,
-    }
 
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
