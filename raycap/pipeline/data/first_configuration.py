@@ -36,8 +36,8 @@ WORDS = {
 }
 WITHOUT_BLANKS = ("ja", "zh", "th")  # languages whose words are not divided by blanks
 MIN_SHARE = 0.1  # the least share of Japanese syllables in a Japanese text; a Chinese text has none
-# A language is guessed on three conditions: a tenth of all words are its frequent words, at least two of these words are
-# different, and it has 1.25 times as many as any other language.
+# A language is guessed on three conditions: a tenth of all words are its frequent words, at least two of these words
+# are different, and it has 1.25 times as many as any other language.
 MIN_FREQUENT, MIN_WORDS, MIN_MARGIN = 0.1, 2, 1.25
 NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
 NEW_BACKBONE = """\

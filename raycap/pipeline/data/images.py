@@ -216,7 +216,7 @@ def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
 def _bad_images() -> Iterator[None]:
     """Raises BadImage for any error of the block, because a damaged image can raise nearly any type."""
     try:
-        with warnings.catch_warnings():  # Pillow warns of damaged metadata, and of large images before `max_pixels` does
+        with warnings.catch_warnings():  # of damaged metadata; and of large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
             yield
     except BadImage:
