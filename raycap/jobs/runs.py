@@ -232,8 +232,9 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
     """
 
     def read(room: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
+        """The visible folders of a room, after `reader` has set their states."""
+
         def with_state(entry: Content) -> Content:
-            """The entry after `reader` has set its state, or with the reason why it cannot be read."""
             try:
                 reader(storage, entry)
             except FAILURES as error:
@@ -428,15 +429,17 @@ def remove(storage: StoragePath, removal: Removal) -> bool:
         if time.time() - newest < 86400 * LEAST_DAYS:
             return False
     if storage.is_remote:
-        for pattern in (*MARKERS, ".*"):
+        for pattern in (*MARKERS, ".*"):  # at last all other files
             for name, _ in place.walk():
                 if re.fullmatch(pattern, name):
                     (place / name).delete()
         return True
     hidden = place.path
     with ExitStack() as stack:
-        if is_run and not (hidden.is_dir() and stack.enter_context(try_lock(hidden))):
-            return False
+        if is_run:
+            has_lock = hidden.is_dir() and stack.enter_context(try_lock(hidden))
+            if not has_lock:
+                return False
         if removal.kind != "leftover":
             hidden = hidden.with_name(f".{hidden.name}.{uuid.uuid4().hex[:12]}.tmp")
             try:
