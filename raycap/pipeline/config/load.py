@@ -12,10 +12,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from raycap.models.config import MODEL_CONFIGS, Values
 from raycap.pipeline.config.run import RunConfig
@@ -248,18 +248,6 @@ def parse_section(section_type: type[SectionType], data: object, key: str = "") 
         return TypeAdapter(section_type).validate_python(data)
     except ValidationError as error:
         raise UserError(_sentence(error, data, section_type, key)) from error
-
-
-def parse_given(section_type: type, data: Values, key: str) -> Values:
-    """Checks values for some of the fields of a dataclass, and returns them in the types of the fields.
-
-    Raises UserError for a wrong key or type. Values may be missing or contradict each other. key: the section's key in
-    its file.
-    """
-    hints = get_type_hints(section_type, include_extras=True)  # with the limits of numbers
-    options: Values = {field.name: (hints[field.name], None) for field in fields(section_type)}
-    partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
-    return parse_section(partial, data, key).model_dump(exclude_unset=True)
 
 
 def dump_config(config: RunConfig) -> str:
