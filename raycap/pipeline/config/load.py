@@ -163,15 +163,16 @@ def merge(base: Values, changes: Values) -> Values:
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
+        merged[key] = value
         if isinstance(before, dict) and isinstance(value, dict):
-            is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
-            merged[key] = value if is_other_kind else merge(before, value)
-        elif isinstance(before, list) and _has_names(before) and _has_names(value):
+            has_other_name = "name" in before and value.get("name", before["name"]) != before["name"]
+            if not has_other_name:
+                merged[key] = merge(before, value)
+        elif _has_names(before) and _has_names(value):
             items = {item["name"]: item for item in before}
-            merged_items = {item["name"]: merge(items.get(item["name"], {}), item) for item in value}
-            merged[key] = list((items | merged_items).values())
-        else:
-            merged[key] = value
+            for item in value:
+                items[item["name"]] = merge(items.get(item["name"], {}), item)
+            merged[key] = list(items.values())
     return merged
 
 
