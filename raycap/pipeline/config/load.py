@@ -168,7 +168,7 @@ def merge(base: Values, changes: Values) -> Values:
             has_other_name = "name" in before and value.get("name", before["name"]) != before["name"]
             if not has_other_name:
                 merged[key] = merge(before, value)
-        elif _has_names(before) and _has_names(value):
+        elif isinstance(before, list) and _has_names(before) and _has_names(value):
             items = {item["name"]: item for item in before}
             for item in value:
                 items[item["name"]] = merge(items.get(item["name"], {}), item)
