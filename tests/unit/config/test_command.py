@@ -68,7 +68,7 @@ def test_an_editor_marks_mistakes(tmp_path: Path) -> None:
 def test_docstrings_of_the_code_are_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert schema["$defs"]["StageSection"]["properties"]["dropout"]["description"] == "The dropout in this stage. By default it is the model's."
+    assert schema["$defs"]["StageSection"]["properties"]["dropout"]["description"].startswith("The dropout in this")
     slots = schema["$defs"]["MeshedMemoryConfig"]["properties"]["num_memory_slots"]
     assert slots["description"].startswith("Learned keys and values"), "a dataclass has docstrings, too"
     assert schema["$defs"]["BackboneConfig"]["description"].startswith("A timm model")
