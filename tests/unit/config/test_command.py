@@ -70,6 +70,6 @@ def test_docstrings_of_the_code_are_descriptions(capsys: pytest.CaptureFixture[s
     schema = json.loads(capsys.readouterr().out)
     assert schema["$defs"]["StageSection"]["properties"]["dropout"]["description"].startswith("The dropout in this")
     slots = schema["$defs"]["MeshedMemoryConfig"]["properties"]["num_memory_slots"]
-    assert slots["description"].startswith("Learned keys and values"), "a dataclass has docstrings, too"
+    assert slots["description"].startswith("The number of learned keys"), "a dataclass has docstrings, too"
     assert schema["$defs"]["BackboneConfig"]["description"].startswith("A timm model")
     assert schema["properties"].keys() == {"extends", *RunConfig.model_fields}
