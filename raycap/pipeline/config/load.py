@@ -199,7 +199,10 @@ def apply_override(values: Values, override: str) -> None:
 
 
 def set_value(data: Values, key: str, value: object, source: str) -> None:
-    """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
+    """Sets a dotted key of plain values, with stages by name or number. Missing mappings on the way are made.
+
+    A UserError begins with `source`.
+    """
     if key == "storage" and isinstance(value, str):
         key = "storage.uri"  # the server and the other keys of the storage remain
     parts = key.split(".")
