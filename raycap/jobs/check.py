@@ -13,7 +13,6 @@ from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Config, Set
 from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.data.reading import planned_data
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runtime.names import printable
@@ -35,7 +34,6 @@ def check(
     if json_file is not None:
         check_output_file("--json", json_file)
     check_storage(run_config)
-    planned_data(run_config)
     result = check_data(run_config)
     _print_statistics(result.statistics)
     findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]
@@ -51,21 +49,12 @@ def check(
 
 def _print_statistics(statistics: Values) -> None:
     """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
-    captions, duplicates = statistics["captions"], statistics["duplicates"]
     _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
-    _print(
-        f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, "
-        f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text"
-    )
-    for split, counts in captions["per_image"].items():
+    _print(f"captions     {statistics['captions']}")
+    for split, counts in statistics["captions_per_image"].items():
         _print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
     _print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
-    _print(
-        f"images       {len(statistics['unreadable'])} missing or unreadable; "
-        f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise"
-    )
-    short_sides = statistics.get("short_side", {})
-    _print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_sides.items()))
+    _print(f"images       {len(statistics['unreadable'])} missing or unreadable")
     _print(f"fingerprint  {statistics['fingerprint']}")
 
 

@@ -20,14 +20,14 @@ from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import Stage, check_address, check_resources, start_extraction, start_ray
+from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
-from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
@@ -36,7 +36,7 @@ from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
-from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
+from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.results import (
@@ -45,13 +45,12 @@ from raycap.pipeline.runs.results import (
     local_bundle,
     run_page,
     stored_captions,
-    stored_confidences,
     validation_by_stage,
-    validation_lines,
 )
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.digests import DIGESTS
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.mlflow_client import public_uri
@@ -59,24 +58,20 @@ from raycap.pipeline.tracking.run_tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKPOINTS = 2  # on the disk at a time
+NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the same time
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
 
-    data: the result of `find_data`, given by a command that makes several runs on the same data.
+    data: the result of `find_data`, if a command makes several runs on the same data.
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
-    try:
-        summary = folder.summary
-    except DamagedError as error:
-        logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
-        summary = None
-    # the missing decorations and scores of a complete run that this machine can make
+    summary = folder.summary
+    # A complete run may lack scores, pictures or pages that this machine can make.
     missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:
         if config.tracking.enabled and not summary["tracked"]:
@@ -95,7 +90,8 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
             else:
                 logger.info(f"{folder.run_id} is complete except for {', '.join(missing)}")
                 driver.durations |= summary["durations"]
-                driver.confidences = stored_confidences(folder)
+            if summary is None or not (local_bundle(folder) / DIGESTS).is_file():
+                bundle_run(driver.folder)
             driver.evaluate()
         except BaseException as error:
             failure = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
@@ -106,9 +102,9 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`. If the first stage needs stored features, an extraction reads many new images.
+    """The result of `find_data`. If the first stage needs stored features, their extraction reads the new images.
 
-    Otherwise threads of this process read the new images.
+    Otherwise threads of this process read them.
     """
     needs_features = not config.stages[0].train_backbone and config.features.store != "never"
     can_extract = config.has_backbone and config.init_from is None and not config.features.views
@@ -121,13 +117,13 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
+    """Writes log/run.log during the context. At its end, a run on S3 uploads it if the storage can be reached."""
     can_upload = True
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
     except StorageError:
-        can_upload = False  # further attempts would only delay the end
+        can_upload = False  # another attempt would only delay the end
         raise
     finally:
         if can_upload:
@@ -156,7 +152,7 @@ def alone(folder: Path) -> Iterator[None]:
 def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     """Groups consecutive stages that one call of `jobs.train.fit` can run. Features are extracted before each group.
 
-    A frozen stage after a stage that trains the backbone begins a group, because it needs the new backbone's features.
+    A frozen stage after one that trains the backbone begins a new group, because it needs the new backbone's features.
     """
     groups: list[list[StageSection]] = []
     for stage in stages:
@@ -164,14 +160,6 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
             groups.append([])
         groups[-1].append(stage)
     return groups
-
-
-def shares_text(config: RunConfig, stage: StageSection) -> str:
-    """How the workers share a batch, such as `3 workers x 6 to 7 x 2 accumulated`."""
-    spans = (config.workers.counts[0], config.workers.counts[-1]), config.micro_batch_sizes(stage)
-    workers, samples = (f"{low}" if low == high else f"{low} to {high}" for low, high in spans)
-    steps = stage.gradient_accumulation_steps
-    return f"{workers} workers x {samples}" + (f" x {steps} accumulated" if steps > 1 else "")
 
 
 class RunDriver:
@@ -182,21 +170,20 @@ class RunDriver:
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
-        self.confidences: tuple[Confidence, ...] = ()  # in the bundle of a complete run; `raycap evaluate` adds some
         self.tracker = Tracker(self.folder)
         self.tracker.start()
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of this attempt, which every process of it gets."""
+        """The configuration of this attempt, with what it has decided so far."""
         return self.folder.config
 
     def _decide(self, config: RunConfig) -> None:
-        """Sets the configuration with a decision in place of an `auto`."""
+        """Sets the configuration, in which a decision has taken the place of `auto`."""
         self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def _decide_precisions(self) -> None:
-        """Decides the precisions that are `auto`. The first command of a storage measures them on its workers."""
+        """Decides the precisions that are `auto`. If the storage has no decision yet, its workers measure them."""
         config = self.config
         if config.has_backbone and config.features.compute_dtype == "auto":
             backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
@@ -213,26 +200,22 @@ class RunDriver:
         self._check_disk()
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        if self.config.workers.dry_run and (
-            self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
-        ):
+        has_trained = not self._pending or any(self.folder.path.glob("stages/*/step-*"))
+        if self.config.workers.dry_run and not has_trained:
             self._dry_run()
         self.folder.write_config()  # before any worker starts
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
-        if (text := describe_delivered(self.folder)) is not None:
-            logger.info(f"deliver   {text}")
 
     def evaluate(self) -> None:
-        """Writes the bundle, evaluates it on all splits, writes report and summary, and registers the model.
+        """Evaluates the bundle on all splits, writes report and summary, and registers the model.
 
         Captions of an earlier attempt are used again if they are those of the same bundle.
         """
         self._decide_precisions()
         self.folder.write_config()
         folder, decorations = self.folder, Decorations()
-        bundle_run(folder, confidences=self.confidences)
         with self._timed("evaluation"):
             by_stage = validation_by_stage(folder)
             scores = self._score(by_stage)
@@ -254,7 +237,7 @@ class RunDriver:
         self._complete(scores, by_stage, registered, decorations)
 
     def _score(self, by_stage: Mapping[str, float]) -> Scores:
-        """The scores of the run's bundle, which are also written to scores.json, with its captions in predictions/.
+        """The scores of the run's bundle. They are also written to scores.json, and its captions to predictions/.
 
         by_stage: of `validation_by_stage`.
         """
@@ -265,7 +248,7 @@ class RunDriver:
         options = Options(
             training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
-            unconstrained=(data.val_split,),  # validations during training have none
+            unconstrained=(data.val_split,),  # validations during training have no constraints
             captions=stored_captions(folder, images, digests),
             keep=partial(self._keep_captions, digests),
         )
@@ -276,7 +259,7 @@ class RunDriver:
         return scores
 
     def _keep_captions(self, digests: Mapping[str, str], captions: SplitCaptions) -> None:
-        """Writes captions before they are scored, for this and later attempts. digests: of the bundle.
+        """Writes captions before they are scored, so that a later attempt can use them. digests: of the bundle.
 
         Raises UserError when too many images could not be captioned.
         """
@@ -304,32 +287,14 @@ class RunDriver:
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
-            logger.info(f"stage {number}   {self._describe(stage)}")
+            features = "end to end" if stage.train_backbone else "frozen features"
+            samples = "pairs" if stage.samples_are_pairs else "images"
+            work = f"{total_steps(stage, folder.num_samples(stage))} steps of {stage.batch_size} {samples}"
+            if folder.result(stage.name):
+                work = "done"
+            logger.info(f"stage {number}   {stage.name}: {stage.objective}, {features}, {work}")
         if metadata.unreadable:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
-
-    def _describe(self, stage: StageSection) -> str:
-        """A stage as a line of the plan."""
-        per_sample = ""
-        if stage.objective == "scst":
-            per_sample = f" x {stage.sampling.num_samples} samples"
-        elif stage.captions_per_image > 1:
-            per_sample = f" x {stage.captions_per_image} captions"
-        features = "end to end" if stage.train_backbone else "frozen features"
-        if not stage.train_backbone and self.config.features.store == "never":
-            features += " computed at each step"
-        what = f"{stage.name}: {stage.objective}, {features}"
-        if stage.ema is not None:
-            what += f", weights averaged with decay {stage.ema:g}"
-        if stage.freeze:
-            what += f", without training {', '.join(stage.freeze)}"
-        if self.folder.result(stage.name):
-            return f"{what}, done"
-        return (
-            f"{what}, {total_steps(stage, self.folder.num_samples(stage))} steps "
-            f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
-            f"{shares_text(self.config, stage)}"
-        )
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
@@ -337,39 +302,22 @@ class RunDriver:
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
-        checkpointing = False
         with self._timed("dry run"), watch:
             for result in watch.stream(dry_run, [(self.folder,)], workers.task_options):
                 if result.error is not None:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
-                checkpointing |= result.checkpointing
-                text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
-                logger.info(text + (", with activations computed again" if result.checkpointing else ""))
-        if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
-            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
-            self._decide(self.config.model_copy(update={"backbone": backbone}))
-
-    @property
-    def _decides_checkpointing(self) -> bool:
-        """True if a dry run must find out if the GPUs have the memory to keep a backbone's activations."""
-        trains_backbone = any(stage.train_backbone for stage in self._pending)
-        is_open = self.config.backbone.gradient_checkpointing == "auto"
-        return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
+                seconds, memory = f"{result.seconds:.1f} s", f"{result.memory_mb:.0f} MiB"
+                logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
 
     def _check_disk(self) -> None:
-        """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
-        metadata, pending = self.folder.metadata, self._pending
-        bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
-        num_stores = num_training = 0
-        if pending and not self.folder.home:  # stores on S3 need no local disk
-            # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
-            trains = [stage.train_backbone for stage in pending]
-            num_stores = int(not trains[0]) + sum(trains)
-            if self.config.features.store == "always":
-                num_training = self.config.num_training_stores(pending)
-        train = self.folder.dataset.split(*self.config.data.train_splits)
-        num_rows = num_stores * (len(self.folder.dataset) - len(train))
-        num_rows += num_training * len(train) * max(1, self.config.features.views)
+        """Raises UserError when the disk has no room for one store of features and the checkpoints of a stage."""
+        config, metadata, pending = self.config, self.folder.metadata, self._pending
+        num_rows = 0
+        if not self.folder.home and not all(stage.train_backbone for stage in pending):  # stores on S3 need no disk
+            num_rows = len(self.folder.dataset.split(config.data.val_split))
+            if config.features.store == "always":
+                num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
+        bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
         copies = 3 + any(stage.ema is not None for stage in pending)  # the weights and two moments of Adam
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
@@ -379,9 +327,7 @@ class RunDriver:
                 f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
                 f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
                 f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
-                + (", or features.store to never, which keeps none of training images" if num_training else "")
             )
-        logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
     @property
     def _pending(self) -> list[StageSection]:
@@ -433,8 +379,8 @@ class RunDriver:
     ) -> None:
         """Prints the summary and marks the run as complete.
 
-        registered: name/version of the registered model; None if the tracker is off or did not accept everything.
-        COMPLETE.json records the decorations that failed and the scores that are unavailable, for the next attempt.
+        registered: name/version of the registered model, or None if the tracker is off or did not accept everything.
+        COMPLETE.json records what failed and which scores are missing, so that the next attempt can add them.
         """
         folder, bundle, store = self.folder, scores.bundles[0], scores.inputs.stores[0]
         tracking = "off"
@@ -443,15 +389,18 @@ class RunDriver:
         elif self.config.tracking.enabled:
             tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
         has_report = (folder.path / "report.html").is_file()
+        # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
+        validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+        stage = folder.delivered()
         lines = [
             "",
             format_table(*score_table(scores.splits)),
             "",
-            *validation_lines(self.config, by_stage),
+            f"validation CIDEr-D ({metric_tokenizer(self.config.data.language)} tokens)  {validation}",
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}",
+            f"model        {bundle}{'' if stage is None else f' (stage {stage.name})'}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
@@ -480,7 +429,7 @@ class RunDriver:
 
 
 def _may_be_complete(config: RunConfig) -> bool:
-    """True if a run of this name is complete, which needs no resources, or if the storage is on S3."""
+    """True if a run of this name is complete and needs no resources. On S3, where this is not known, also true."""
     place = config.storage_place
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -29,28 +28,19 @@ SCHEMA = pa.schema(
     ]
 )
 
-# a further column with `data.tokenizer: tokens`: those of each caption in the annotation file, joined with spaces
+# A further column with `data.tokenizer: tokens`: of each caption, the annotation file's tokens joined with spaces.
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
-CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
+CHUNK_ROWS = 4096  # rows that become Python objects at a time, and rows of a chunk of the Arrow file
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
-
-    `load` memory-maps a table. origin: the rows of another data set from which these images were selected, ascending.
-    """
+    """Images with their captions. table: one row per image, with the columns of SCHEMA, and maybe TOKENS."""
 
     table: pa.Table
-    origin: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.table.num_rows
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The rows (len(self),) int64 that these images are in the data set from which they were selected."""
-        return np.arange(len(self)) if self.origin is None else self.origin
 
     @property
     def num_captions(self) -> int:
@@ -71,15 +61,14 @@ class Dataset:
 
     def where(self, mask: pa.ChunkedArray) -> Dataset:
         """The images for which a mask without nulls is true."""
-        rows = self.rows[mask.to_numpy()]
-        return self if len(rows) == len(self) else Dataset(self.table.filter(mask), rows)
+        return self if pc.sum(mask).as_py() == len(self) else Dataset(self.table.filter(mask))
 
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
         """A copy in which this column of SCHEMA has these values, one per row."""
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
 
     def keyed_by_id(self) -> Dataset:
-        """The data set with `id-<image id>` as content keys, for images whose files are not available."""
+        """The data set with `id-<image id>` as content keys, because region features need no image files."""
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
@@ -88,7 +77,7 @@ class Dataset:
         return self.table[name].to_pylist()
 
     def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
-        """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
+        """{image id: captions}. tokenizer: of `TOKENIZERS`, for the texts that it splits; None for raw captions."""
         return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
     def uris(self) -> dict[int, str]:
@@ -100,9 +89,9 @@ class Dataset:
         return {each["values"]: each["counts"] for each in self.table["split"].value_counts().to_pylist()}
 
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
-        """The data set without captions in which the tokenizer finds no word.
+        """The data set without captions that have no word for the tokenizer.
 
-        Raises UserError for an image whose captions all have no word.
+        Raises UserError for an image that would have no caption left.
         """
         names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
         parts: list[list[pa.Array]] = [[] for _ in names]

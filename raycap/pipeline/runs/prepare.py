@@ -1,7 +1,7 @@
 """Creates a run's folder from a configuration: data, vocabulary, model sizes and initial weights.
 
-The weights are drawn from the seed, or read from files, or taken over from a model bundle (`init_from`) with its
-vocabulary. Preparation is quick and checks the data and the configuration before it writes any file.
+The weights are drawn from the seed, read from files, or copied from a model bundle with its vocabulary (`init_from`).
+Preparation checks the data and the configuration before it writes any file.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import platform
 from collections.abc import Collection
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
@@ -26,7 +26,6 @@ from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_b
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.folder import (
     DECISIONS,
-    TOKENS,
     RunFolder,
     RunMetadata,
     open_folder,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
-MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
+MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # model keys that may differ from the bundle's
 
 
 def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
@@ -58,8 +57,8 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
 
     data: the result of `find_data`, given by a process that prepares many runs on the same data.
 
-    Raises UserError for data that cannot be trained on. Unreadable images are left out and counted, as long as they
-    are at most `data.max_bad_fraction` of the images.
+    Unreadable images are left out. Raises UserError for data that cannot be trained on, or if more than
+    `data.max_bad_fraction` of the images cannot be read.
     """
     dataset, unreadable = data or find_data(config)
     dataset = readable(dataset, unreadable, config)
@@ -71,21 +70,14 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset, is_complete):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    folder = replace(folder)  # a new object, which has not cached the old data set
-    if not is_complete:
-        try:
-            folder.tokens()
-        except DamagedError as error:
-            if (folder.path / TOKENS).exists():
-                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-            folder.write_tokens(folder.vocabulary)
-    return folder
+    return replace(folder)  # a new object, which has not cached the old data set
 
 
 def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
-    """True if data.arrow of an existing run holds the data set that the run was found by.
+    """True if data.arrow of an existing run holds this data set.
 
-    False if the file is damaged, or if the same images have moved to another location before the run is complete.
+    It is false if the file is damaged, or if the images have moved to another place and the run is not complete. The
+    places of a complete run's images do not matter.
     """
     columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]
     try:
@@ -98,7 +90,7 @@ def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     """The folder of the run that a configuration and its data identify. The folder may not exist yet.
 
-    The configuration gets the decisions of an earlier attempt at the run, if there was one.
+    If there was an earlier attempt at the run, the configuration gets its decisions in place of `auto`.
     """
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = replace(open_folder(config.working_path / name, config.home(name), config), written=config)
@@ -127,53 +119,38 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
     """Writes the files of a new run."""
-    start = _begin(config, dataset)
+    vocabulary, sizes, num_tokens, parts = _begin(config, dataset)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
-    write_text(folder.path / "vocabulary.json", start.vocabulary.to_json())
+    write_text(folder.path / "vocabulary.json", vocabulary.to_json())
     folder.write_config()
-    for part, module in start.parts.items():
+    for part, module in parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
     write_digests(folder.path / "init")
-    counts = {part: sum(each.numel() for each in module.parameters()) for part, module in start.parts.items()}
+    counts = {part: sum(each.numel() for each in module.parameters()) for part, module in parts.items()}
     metadata = RunMetadata(
         run_id=folder.run_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         data_fingerprint=dataset.fingerprint(),
         results_version=RESULTS_VERSION,
         commit=commit(),
-        versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
+        versions={name: version(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),
         unreadable=unreadable,
-        sizes=start.sizes,
-        num_tokens=start.num_tokens,
+        sizes=sizes,
+        num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
-    folder.write_tokens(start.vocabulary)
     write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
     folder.push("run.json")
 
 
-def _version_of(package: str) -> str:
-    """The version of an installed package, else "missing"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes, int, dict[str, nn.Module]]:
+    """The vocabulary, sizes, tokens per image and modules that a run begins with. Raises UserError.
 
-
-class _Beginning(NamedTuple):
-    """What a run begins with. num_tokens: of an image's features. parts: `model`, and `backbone` if it has one."""
-
-    vocabulary: Vocabulary
-    sizes: ModelSizes
-    num_tokens: int
-    parts: dict[str, nn.Module]
-
-
-def _begin(config: RunConfig, dataset: Dataset) -> _Beginning:
-    """Draws the weights of the backbone and then of the model from the seed. Raises UserError."""
+    The modules are "model" and, if the run has one, "backbone". The backbone's weights are drawn before the model's.
+    """
     import torch
 
     label, bundle = f"init_from = {config.init_from}", None
@@ -200,7 +177,7 @@ def _begin(config: RunConfig, dataset: Dataset) -> _Beginning:
     if bundle is not None:
         _copy_bundle(bundle, model, backbone, label)
     parts: dict[str, nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
-    return _Beginning(vocabulary, sizes, num_tokens, parts)
+    return vocabulary, sizes, num_tokens, parts
 
 
 def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:
@@ -221,7 +198,7 @@ def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary)
 
 
 def _extended(bundled: Vocabulary, vocabulary: Vocabulary, label: str) -> Vocabulary:
-    """The bundle's words with their ids, followed by the words of `vocabulary` that the bundle lacks.
+    """The bundle's words with their ids, then the words of `vocabulary` that the bundle lacks.
 
     Raises UserError when the two vocabularies were made by different tokenizers. label: the bundle's name in messages.
     """
@@ -239,8 +216,8 @@ def _extended(bundled: Vocabulary, vocabulary: Vocabulary, label: str) -> Vocabu
 def _copy_bundle(bundle: Bundle, model: CaptionModel, backbone: Backbone | None, label: str) -> None:
     """Copies a bundle's weights into a run's new modules. Rows of new words and positions keep their values.
 
-    For a run without a backbone (region features), the bundle's backbone is ignored. Raises UserError when the two
-    models differ in configuration or in shapes.
+    If the run reads region features, the bundle's backbone is ignored. Raises UserError when the two models differ in
+    configuration or in shapes.
     """
     captioner = bundle.captioner
     if backbone is not None and captioner.backbone is None:
@@ -271,4 +248,4 @@ def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: Collection[i
                 f"{label}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(copy.shape)}; "
                 "set the same sizes"
             )
-        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # fills the first places of every dimension
+        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # new rows come after the copied ones

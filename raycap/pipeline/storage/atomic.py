@@ -1,11 +1,11 @@
 """Local files and folders that appear whole or not at all (written under a temporary name, then renamed), and locks.
 
-Content is flushed to the disk (fsync) before the rename, and the folder after it. So a power cut leaves the old or the
-new content, never a part, and what is done after a write does not outlast the write: a stage's result is on the disk
+Content is flushed to the disk (fsync) before the rename, and the folder after it. A power cut therefore leaves the old
+or the new content, never a part of it. It also keeps the order of changes: for example, a stage's result is on the disk
 before its checkpoints are removed. `durable=False` skips both flushes, for content that can be made again.
 
 Temporary names begin with a dot, end in `.tmp` and are unique, so that several processes may write the same file. A
-killed writer leaves its temporary file behind, so that code that lists a folder must skip hidden names.
+killed writer leaves its temporary file behind. Code that lists a folder must therefore skip hidden names.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file that `write_json` wrote. Raises DamagedError for a file that is empty, cut or changed."""
+    """The value in a file that `write_json` wrote. Raises DamagedError if the file is cut or not JSON."""
     return decode_json(path.read_bytes(), str(path))
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a disk or a quota has no space left, so that another attempt on this machine would fail as well."""
+    """Whether a disk or a quota has no space left. Another attempt on this machine would then fail as well."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -108,7 +108,7 @@ def decode_json(data: bytes, name: str) -> Any:
 def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Lets one process of this machine at a time run the block. The end of a process also releases its lock.
 
-    shared: other processes may also have the lock as shared.
+    With `shared`, any number of processes may be in such blocks at once, but none in a block without it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -118,7 +118,7 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 @contextmanager
 def try_file_lock(path: Path) -> Iterator[bool]:
-    """Tries to take the lock for the length of the context. Gives False if another process has it."""
+    """Holds the lock during the block. Yields False if another process has it, instead of waiting."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -139,17 +139,18 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # network file systems may not do it for a folder
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+    except OSError as error:
+        is_unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+        if not (path.is_dir() and is_unsupported):  # network file systems may not flush a folder
             raise
     finally:
         os.close(descriptor)
 
 
 def require_writable(name: str, folder: Path) -> None:
-    """Raises UserError if no folder can be made in a folder. name: the key or option that names it."""
+    """Raises UserError if nothing can be made in a folder. name: the key or option that names it."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # /proc has permissions that it does not keep
+        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # the permissions of /proc do not tell
             pass
     except OSError as error:
         raise UserError(

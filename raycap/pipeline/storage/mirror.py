@@ -1,10 +1,10 @@
-"""Keeps local copies of folders on S3. Programs open a copy; where the two differ, the objects on S3 count.
+"""Keeps local copies of folders on S3. Programs read the copies. If the two differ, S3 is right.
 
-Each part of a folder has one writer at a time (the driver, or rank 0 of a stage), which pushes it; the others pull.
+Each part of a folder has one writer at a time, the driver or rank 0 of a stage. The writer pushes it, and others pull.
 A marker file shows that a folder is complete. Markers are uploaded last and removed first, so that nobody reads half a
 checkpoint. A push or pull costs one listing and one transfer per changed file.
 
-Copies of runs, searches and bundles that nobody has used for a week are removed, and a search removes those of a trial
+Copies of runs, searches and bundles that nobody has used for a week are removed. A search removes the copies of a trial
 when the trial ends. A removed copy is downloaded again when it is needed.
 """
 
@@ -30,12 +30,12 @@ from raycap.pipeline.storage.s3 import StorageError
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
-PULL_ATTEMPTS = 3  # of a pull whose files the writer removes meanwhile, as it replaces checkpoints
+PULL_ATTEMPTS = 3  # a pull starts again if the folder's writer removes files meanwhile, such as old checkpoints
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
 Record = dict[str, list[Any]]
 COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
-UNUSED_FOR_S = 7 * 86400.0  # some readers of a copy, such as `raycap evaluate`, do not lock it
+UNUSED_FOR_S = 7 * 86400.0  # long, because some readers of a copy, such as `raycap evaluate`, do not lock it
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,18 @@ class Mirror:
     ) -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        only: the names of the files to copy; None for all. check: called with the files to fetch before they are
-        fetched, and may raise an error. Checkpoints without their marker and hidden files are skipped. When the
-        folder's writer removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and
-        UserError for an object whose name leads out of the copy.
+        only: the names of the files to copy, by default all. check: gets the files to fetch before they are fetched,
+        and may raise an error. Hidden files are left out, and checkpoints without their marker. If the folder's writer
+        removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and UserError for
+        an object whose name leads out of the copy.
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
-                remote = _without_unfinished(self._listed(under))
-                remote = {name: each for name, each in remote.items() if (name in only if only else _is_visible(name))}
+                listed = _without_unfinished(self._listed(under))
+                wanted = only or {name for name in listed if _is_visible(name)}
+                remote = {name: entry for name, entry in listed.items() if name in wanted}
                 for name in remote:
-                    relative_name(name, self.home.uri)
+                    relative_name(name, self.home.uri)  # raises UserError for a name that leads out of the copy
                 files = self._local_files(under)
                 outdated = [name for name, each in remote.items() if record.get(name) != [each.tag, files.get(name)]]
                 check({name: remote[name] for name in outdated})
@@ -82,8 +83,8 @@ class Mirror:
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy.
 
-        Only objects that this copy has sent or fetched are removed; newer objects of other writers remain.
-        `check_may_write` is called before markers are uploaded and objects removed, and may raise an error.
+        It removes only objects that this copy has sent or fetched, so that newer ones of other writers remain. It calls
+        `check_may_write`, which may raise an error, before it uploads markers and removes objects.
         """
         with self._record() as record:
             files = self._local_files(under)
@@ -100,13 +101,15 @@ class Mirror:
 
     def _listed(self, under: str) -> dict[str, Entry]:
         """The objects below `under`, or the object `under` itself, by their names in the folder."""
-        if "." in under.rsplit("/", 1)[-1]:  # a file
+        is_file = "." in under.rsplit("/", 1)[-1]
+        if is_file:
             try:
                 return {under: (self.home / under).stat()}
             except FileNotFoundError:
                 return {}
-        prefix = f"{under}/" if under else ""
-        return {prefix + name: entry for name, entry in (self.home / under if under else self.home).list().items()}
+        if not under:
+            return self.home.list()
+        return {f"{under}/{name}": entry for name, entry in (self.home / under).list().items()}
 
     def _local_files(self, under: str) -> dict[str, list[int]]:
         """The copy's files below `under` by name, each with [size, modification time]."""
@@ -117,7 +120,7 @@ class Mirror:
         return states
 
     def _fetch(self, name: str) -> list[Any] | None:
-        """Downloads a file. Returns its entry for the record; None if the object was removed after the listing."""
+        """Downloads a file. Returns its entry for the record, or None if the object was removed after the listing."""
         path = self.local / name
         with suppress(FileNotFoundError), atomic_path(path, durable=False) as temporary:
             entry = (self.home / name).download(temporary)
@@ -125,15 +128,15 @@ class Mirror:
         return None
 
     def _send(self, name: str) -> list[Any] | None:
-        """Uploads a file. Returns its entry for the record; None if the file was removed meanwhile."""
+        """Uploads a file. Returns its entry for the record, or None if the file was removed after the listing."""
         path = self.local / name
         try:
             state = _state(path)
             return [(self.home / name).upload(path), state]
         except FileNotFoundError:
             if path.exists():
-                raise  # the bucket must be missing, because the file exists
-            return None  # the file was removed after the listing; the next push removes the object
+                raise  # the file exists, so the bucket is missing
+            return None  # the next push removes the object
 
     def _remove_empty_folders(self, under: str) -> None:
         """Removes folders without files from the copy, because S3 has no empty folders."""
@@ -145,7 +148,7 @@ class Mirror:
 
     @contextmanager
     def _record(self) -> Iterator[Record]:
-        """The record of transferred files, for one process at a time. It is saved even when a transfer fails."""
+        """Yields the record of transferred files to one process at a time, and saves it even if a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
         record: Record = {}
         with file_lock(self.record_path.with_suffix(".lock")):
@@ -158,7 +161,7 @@ class Mirror:
 
     @property
     def record_path(self) -> Path:
-        """The file with the record. A push or pull writes it, so that its time is that of the copy's last use."""
+        """The file with the record. Each push or pull writes it, so its time shows when the copy was last used."""
         return self.local.with_name(f".{self.local.name}{RECORD_SUFFIX}")
 
 
@@ -182,9 +185,10 @@ def _visible_files(start: Path) -> Iterator[Path]:
 
 
 def _is_visible(name: str) -> bool:
-    """Whether a copy contains an object: hidden ones and the folder marks of S3's console are left out."""
+    """Whether a copy contains an object. It has no hidden ones and no folder marks, which S3's console makes."""
     is_hidden = any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
-    return bool(name) and not name.endswith("/") and not is_hidden
+    is_folder = not name or name.endswith("/")
+    return not is_hidden and not is_folder
 
 
 def _state(path: Path) -> list[int]:
@@ -199,7 +203,7 @@ def _is_marker(name: str) -> bool:
 
 
 def _without_unfinished(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries without those of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
+    """Leaves out the files of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
     folders = {name: PurePosixPath(name).parent for name in entries}
     complete = {folder for name, folder in folders.items() if _is_marker(name) or not folder.name.startswith("step-")}
     return {name: entry for name, entry in entries.items() if folders[name] in complete}
@@ -214,15 +218,15 @@ def prune_copies(keep: Path) -> None:
 
 
 def remove_copy(copy: Path, unused_for_s: float) -> None:
-    """Removes a copy, unless a process has locked it or has pushed or pulled it within the last `unused_for_s` seconds.
+    """Removes a copy that no process has locked, and that no process has pushed or pulled for `unused_for_s` seconds.
 
-    What was not sent is lost. The work that made it is repeated from what S3 has.
+    Files that were not sent are lost. The work that made them is repeated from what S3 has.
     """
     record = copy.with_name(f".{copy.name}{RECORD_SUFFIX}")
     with suppress(FileNotFoundError):  # another process removes it
         if not copy.is_dir() or time.time() - record.stat().st_mtime < unused_for_s:
             return
-        record_lock = record.with_suffix(".lock")  # of a push or pull
+        record_lock = record.with_suffix(".lock")  # held during a push or pull
         with try_file_lock(copy / ".lock") as is_free, try_file_lock(record_lock) as is_idle:
             if not (is_free and is_idle):
                 return

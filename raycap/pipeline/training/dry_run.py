@@ -1,6 +1,6 @@
 """One step of every stage at its real batch size, before anything long starts.
 
-A lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
+So a lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
-NUM_STEPS = 2  # on a GPU, where the second step has the optimizer's moments in memory
-MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
+NUM_STEPS = 2  # on a GPU. The second step needs more memory, because the optimizer then has its moments.
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of a stage's dry run.
-
-    checkpointing: True if the step had to compute the backbone's activations again. error: the message of the error
-    that training would raise, or None.
-    """
+    """The result of a stage's dry run. error: the message of the error that training would raise, or None."""
 
     stage: str
     seconds: float
     memory_mb: float  # MiB of resident memory on the CPU, or of peak memory on a GPU
-    checkpointing: bool = False
     error: str | None = None
 
 
@@ -50,52 +44,36 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     For SCST it also checks the reward of ground-truth captions.
     """
     folder = folder.on_worker()
-    workers, setting = folder.config.workers, folder.config.backbone.gradient_checkpointing
+    workers = folder.config.workers
     prepare_processor(workers.threads_per_worker)
     device = device_for(workers.gpus_per_worker)
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
-        checkpointing = stage.train_backbone and setting is True
         try:
-            if stage.train_backbone and setting == "auto":
-                checkpointing = not _fits(folder, stage, device)
-            else:
-                _one_step(folder, stage, device, checkpointing)
+            _one_step(folder, stage, device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = one_line(raised)
-        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), checkpointing, error)
+            if not isinstance(raised, ValueError):
+                error += f"; raise stages.{stage.name}.gradient_accumulation_steps"
+                error += ", or set backbone.gradient_checkpointing to true" if stage.train_backbone else ""
+        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error)
 
 
-def _fits(folder: RunFolder, stage: StageSection, device: torch.device) -> bool:
-    """True if a step with all activations kept leaves enough of a GPU's memory free. Else makes one without them."""
-    try:
-        _one_step(folder, stage, device, checkpointing=False)
-        if device.type != "cuda":
-            return True
-        share = MAX_MEMORY_SHARE * min(1.0, folder.config.workers.gpus_per_worker)  # others may use the rest of the GPU
-        if torch.cuda.max_memory_reserved(device) <= share * torch.cuda.mem_get_info(device)[1]:
-            return True
-    except torch.OutOfMemoryError:
-        pass
-    _one_step(folder, stage, device, checkpointing=True)
-    return False
-
-
-def _one_step(folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool) -> None:
+def _one_step(folder: RunFolder, stage: StageSection, device: torch.device) -> None:
     """One step of a stage; on a GPU NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
-        gc.collect()  # what an earlier step that failed has left
+        gc.collect()  # an earlier step that failed may have left tensors
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     train = folder.training_images(stage)
-    captioner = stage_captioner(folder, stage, device, checkpointing).train()
+    captioner = stage_captioner(folder, stage, device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
     objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     if reward is not None:
         check_reward(stage, reward)
-    computer = feature_computer(folder, stage, device, undecided="float32")  # which takes more memory than bfloat16
+    computer = feature_computer(folder, stage, device, undecided="float32")  # it takes more memory than bfloat16
     batch = with_features(_longest_batch(folder, stage, train), computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
@@ -110,13 +88,16 @@ def _one_step(folder: RunFolder, stage: StageSection, device: torch.device, chec
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
-    """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
+    """The micro-batch that needs the most memory: the largest one, with the longest training captions.
+
+    Its features are random.
+    """
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
-    captions = CaptionTokens.of_images(folder, train)
+    captions = CaptionTokens.of(train, folder.vocabulary)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
-    # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
+    # Captions may belong to other images than those of the batch. Only their lengths matter here.
     images = captions.images_of(rows[:: stage.captions_per_image])
     side, width, transform = config.backbone.image_size, folder.metadata.sizes.feature_width, None
     if stage.train_backbone or config.features.store == "never":
@@ -124,7 +105,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
         features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
     else:
         features = Features(torch.randn(size, num_tokens, width))
-    if not config.has_backbone:  # regions: every image has the largest number
+    if not config.has_backbone:  # every image has the largest number of regions
         features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
     tokens, targets = captions.padded(rows), int(captions.target_counts(rows).sum())
     positions = target_positions(tokens, captions.pad)

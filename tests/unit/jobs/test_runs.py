@@ -53,11 +53,8 @@ def test_nothing_is_removed_without_yes(storage: FakeStorage, capsys: pytest.Cap
     assert main(["runs", str(storage.place), "--prune"]) == 0
     out = capsys.readouterr().out
     assert storage.names() == before and "nothing was removed, --yes removes them" in out
-    assert [line.split()[2] for line in out.splitlines() if line.startswith("would go")] == [
-        "checkpoint",
-        "features",
-        "run",
-    ]
+    lines = [line.split() for line in out.splitlines() if line.startswith("would go")]
+    assert [line[4] for line in lines] == ["features/f1", "runs/demo-2"]
     assert main(["runs", str(storage.place), "--prune", "--yes", "--older-than", "50"]) == 0
     assert "runs/demo-2/run.json" in storage.names() and "features/f1/COMPLETE" not in storage.names()
     assert main(["runs", str(storage.place), "--prune", "--yes"]) == 0
@@ -71,6 +68,6 @@ def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsy
     assert main(["runs", uri, "--endpoint-url", s3]) == 0
     assert "demo-1" in capsys.readouterr().out
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(small_config({"uri": uri})))
-    assert main(["runs", str(file), "--set", f"storage.endpoint_url={s3}"]) == 0
+    file.write_text(yaml.safe_dump(small_config({"uri": uri, "endpoint_url": s3})))
+    assert main(["runs", str(file)]) == 0
     assert "demo-1" in capsys.readouterr().out

@@ -2,88 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider import build_index
-
-_BATCH = 1024  # images whose captions are Python lists at a time
-
-
-class References:
-    """The captions of each image. An image is numbered by its position.
-
-    ids: (I,) int64, distinct. read: the captions of the images with these numbers (n,), which ascend. For a data set
-    they remain in the memory-mapped pages of its file.
-    """
-
-    def __init__(self, ids: np.ndarray, read: Callable[[np.ndarray], list[list[str]]]) -> None:
-        self._ids, self._read = ids, read
-
-    @classmethod
-    def of(cls, dataset: Dataset, tokenizer: str | None = None) -> References:
-        """Those of a data set, numbered as its rows: raw captions, or with a tokenizer the texts that it splits."""
-        captions = dataset.table[text_column(tokenizer)].combine_chunks()  # `take` on many chunks would join them
-        ids: np.ndarray = dataset.table["image_id"].to_numpy()
-        return cls(ids, lambda numbers: captions.take(pa.array(numbers)).to_pylist())
-
-    @classmethod
-    def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
-        """The captions by image id."""
-        captions = [list(each) for each in texts.values()]
-        return cls(np.array(list(texts), np.int64), lambda numbers: [captions[each] for each in numbers.tolist()])
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> list[str]:
-        """The captions of one image."""
-        return self._read(np.array([index]))[0]
-
-    def __iter__(self) -> Iterator[list[str]]:
-        """The captions of each image."""
-        for begin in range(0, len(self), _BATCH):
-            yield from self._read(np.arange(begin, min(begin + _BATCH, len(self))))
-
-    def indices_of(self, images: Sequence[int]) -> np.ndarray:
-        """The numbers (len(images),) int64 of these image ids. Raises KeyError for an id without captions."""
-        return np.array([self._numbers[image] for image in images], np.int64)
-
-    @cached_property
-    def _numbers(self) -> dict[int, int]:
-        """The number of each image id."""
-        return {image: number for number, image in enumerate(self._ids.tolist())}
 
 
 class CiderDReward:
     """CIDEr-D of sampled token ids (SOS ... EOS PAD) against reference captions, which the vocabulary tokenizes.
 
-    References keep all their words, including those outside the model's vocabulary. Subwords are no words: with them,
+    References keep all their words, including those outside the model's vocabulary. If the vocabulary has subwords,
     sampled captions and references are split into the words of the language's metrics. This happens on the host, once
     per distinct caption of a call, and takes 0.1 to 0.3 ms per caption.
 
-    eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
-    at the length limit scores lower.
-    caption_documents: the document frequencies count captions instead of images.
-    device: of the captions to score, and of the index. `build_index` states its size.
-    ground_truth: the mean CIDEr-D of the first caption of an image against its other captions, with EOS and without it,
-    over the first 1000 images with several captions; None if no image has several (see `check_reward`).
+    eos: if true, EOS counts as a word at the end of every reference and of every caption that ended. A caption that was
+    cut off at the length limit then scores lower.
+    caption_documents: if true, the document frequencies count captions instead of images.
+    device: of the captions to score, and of the index, whose size `build_index` states.
+    ground_truth: how well the first caption of an image scores against its other captions, as the mean CIDEr-D over the
+    first 1000 images with several captions. The two values are with EOS and without it. None if no image has several.
     """
 
     def __init__(
         self,
-        references: References,
+        references: Iterable[Sequence[str]],
         vocabulary: Vocabulary,
         *,
         eos: bool,
@@ -91,11 +39,11 @@ class CiderDReward:
         device: torch.device | str = "cpu",
         language: str = ENGLISH,
     ) -> None:
-        self.references = references
+        """references: the captions of each image, as `Vocabulary.tokenize` takes them."""
         self.eos, self.eos_id = eos, vocabulary.eos
         self._vocabulary, self._language = vocabulary, language
         with_several: list[list[list[int]]] = []
-        # The ids of the words: those of the vocabulary, or with subwords those of the references.
+        # The ids of words: those of the vocabulary or, if that has subwords, new ones for the references' words.
         ids = dict(vocabulary.ids) if vocabulary.subwords is None else {EOS: 0}
 
         def encoded() -> Iterator[list[list[int]]]:
@@ -113,20 +61,11 @@ class CiderDReward:
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
         self._ignored = torch.tensor(ignored, device=device)
 
-    @property
-    def device(self) -> torch.device:
-        """That of the captions to score."""
-        return self._ignored.device
-
-    def indices_of(self, images: Sequence[int]) -> Tensor:
-        """The numbers (len(images),) int64, on the reward's device, under which the reward has these image ids."""
-        return torch.from_numpy(self.references.indices_of(images)).to(self.device)
-
     def __call__(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
 
-        tokens: (R, T) on the reward's device; those after the first EOS are ignored. indices: (R,) the captions'
-        images, numbered by `indices_of`.
+        tokens: (R, T) on the reward's device; those after the first EOS are ignored. indices: (R,) int64 on this
+        device, the number of each caption's image in the order of the references.
         """
         if self._word_ids is not None:
             return self.scorer.score(*self._metric_words(tokens, self._word_ids), indices)
@@ -146,13 +85,13 @@ class CiderDReward:
         return [word for word in words if word.strip()] + [EOS] * self.eos
 
     def _metric_words(self, tokens: Tensor, word_ids: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-        """The words (R, W) of the texts of captions of subwords, with padding, and their numbers (R,)."""
+        """Splits captions of subwords into the metrics' words: ids (R, W) with padding, and the lengths (R,)."""
         rows = [tuple(row) for row in tokens.tolist()]
         encoded: dict[tuple[int, ...], Tensor] = {}
         for row in dict.fromkeys(rows):
             words = _words_of(self._vocabulary.decode(row), self._language)
             words += [EOS] if self.eos and self.eos_id in row else []
-            new_ids: dict[str, int] = {}  # of words that no reference has; they differ from all others
+            new_ids: dict[str, int] = {}  # of words that no reference has
             ids = [
                 word_ids[word] if word in word_ids else len(word_ids) + new_ids.setdefault(word, len(new_ids))
                 for word in words
@@ -164,12 +103,12 @@ class CiderDReward:
 
 
 def _words_of(caption: str, language: str) -> list[str]:
-    """The words of a raw caption on which CIDEr-D is computed. A PTB token with a space in it ("1 1/2") is two."""
+    """The words of a raw caption for CIDEr-D. A PTB token with a space in it ("1 1/2") is two words."""
     return [word for token in metric_words(caption, language) for word in token.split()]
 
 
 def _ground_truth(images: list[list[list[int]]], eos: bool) -> tuple[float, float] | None:
-    """The mean CIDEr-D of each image's first caption against the others, and that of the captions without EOS."""
+    """The mean CIDEr-D of each image's first caption against its others, with EOS and without it."""
     if not images:
         return None
     others = build_index(captions[1:] for captions in images)
