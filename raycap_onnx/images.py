@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap_onnx.description import CaptionerError, checked, is_number, read_file
+from raycap_onnx.description import CaptionerError, is_number, one_line, read_file, require_number
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
@@ -30,7 +30,10 @@ DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # of Pillow, with mo
 
 @dataclass(frozen=True)
 class Transform:
-    """The image transform: resizing with antialiasing, cropping to the square in the middle, and normalization."""
+    """The image transform: resizing with antialiasing, cropping to the square in the middle, and normalization.
+
+    Raises CaptionerError for values that no transform has.
+    """
 
     image_size: int
     scaled_side: int
@@ -39,17 +42,15 @@ class Transform:
     mean: list[float]
     std: list[float]
 
-    @classmethod
-    def parse(cls, values: object) -> Transform:
-        """The transform in captioner.json. Raises CaptionerError for values that no transform has."""
-        kinds: dict[str, type | range] = {"keep_aspect": bool, "interpolation": str, "mean": list, "std": list}
-        found = checked(values, "image", kinds | {"image_size": range(1, MAX_SIZE + 1)})
-        mean, std, size = found["mean"], found["std"], found["image_size"]
-        if not len(mean) == len(std) == 3 or not all(map(is_number, mean + std)) or min(std) < MIN_STD:
-            raise CaptionerError("image: mean and std must be 3 numbers each, and std above 0")
-        if found["interpolation"] not in INTERPOLATIONS:
-            raise CaptionerError(f"image: interpolation is {found['interpolation']!r:.80}; none of {INTERPOLATIONS}")
-        return cls(**found | checked(values, "image", {"scaled_side": range(size, 2 * size + 1)}))
+    def __post_init__(self) -> None:
+        require_number(self.image_size, "image_size", 1, MAX_SIZE)
+        require_number(self.scaled_side, "scaled_side", self.image_size, 2 * self.image_size)
+        if self.interpolation not in INTERPOLATIONS:
+            raise CaptionerError(f"interpolation is {self.interpolation!r:.80}; none of {INTERPOLATIONS}")
+        if not len(self.mean) == len(self.std) == 3 or not all(map(is_number, [*self.mean, *self.std])):
+            raise CaptionerError("mean and std must be 3 numbers each")
+        if min(self.std) < MIN_STD:
+            raise CaptionerError("std must be above 0")
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         """Normalized pixels (3, H, W) float32 of an RGB image."""
@@ -86,20 +87,19 @@ def load_image(source: ImageSource) -> Image.Image:
     source: a path, the content of a file, Pillow's image, or an array (H, W) or (H, W, 3) of uint8. Raises
     CaptionerError for an image that is too large, and for anything else that is no image.
     """
+    name = str(source) if isinstance(source, str | Path) else "an image"
     try:
         with warnings.catch_warnings():  # of damaged metadata, and of large images, which have a limit
             warnings.simplefilter("ignore")
             image = _opened(source)
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
+    except CaptionerError as error:
+        raise CaptionerError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
+    except Image.UnidentifiedImageError as error:
+        raise CaptionerError(f"{name}: it is not an image in a known format") from error
     except Exception as error:  # a damaged file can raise nearly any type
-        problem = f"it cannot be decoded: {' '.join(str(error).split())[:200]}"
-        if isinstance(error, CaptionerError):
-            problem = str(error)
-        elif isinstance(error, Image.UnidentifiedImageError):
-            problem = "it is not an image in a known format"
-        name = str(source) if isinstance(source, str | Path) else "an image"
-        raise CaptionerError(f"{name}: {problem.removeprefix(f'{name}: ')}") from error
+        raise CaptionerError(f"{name}: it cannot be decoded: {one_line(error)}") from error
 
 
 def _opened(source: ImageSource) -> Image.Image:

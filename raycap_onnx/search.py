@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raycap_onnx.description import CaptionerError, Words, checked, is_number
+from raycap_onnx.description import CaptionerError, Words, is_number, require_number
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
@@ -25,37 +25,33 @@ class Search:
     """The search and its rules, as `evaluation` and `evaluation.decoding` of raycap's configurations describe them.
 
     ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length and min_length
-    count SOS and EOS.
+    count SOS and EOS. max_positions: the largest max_length that the model takes. Raises CaptionerError for values that
+    no search has, and for drawn captions (`sampling`) and groups of beams.
     """
 
     beam_size: int
     max_length: int
+    max_positions: int
     ranking: str | float
     collapse_repeats: bool
     suppress_unk: bool
     min_length: int
     no_repeat_ngram: int | None
     no_open_endings: bool
+    sampling: bool
+    beam_groups: int
 
-    @classmethod
-    def parse(cls, values: dict[str, Any], max_positions: int) -> Search:
-        """The search in captioner.json. Raises CaptionerError for values that no search has."""
-        beams, lengths = range(1, MAX_BEAMS + 1), range(2, max_positions + 1)
-        kinds: dict[str, type | range] = {"beam_size": beams, "max_length": lengths, "min_length": lengths}
-        kinds |= dict.fromkeys(("collapse_repeats", "suppress_unk", "no_open_endings", "sampling"), bool)
-        kinds |= {"beam_groups": beams, "no_repeat_ngram": range(1, MAX_TOKENS + 1)}
-        if values.get("no_repeat_ngram") is None:
-            del kinds["no_repeat_ngram"]
-        found = {"no_repeat_ngram": None} | checked(values, "search", kinds)
-        if found.pop("sampling") or found.pop("beam_groups") > 1:
-            raise CaptionerError(
-                "search asks for drawn captions or groups of beams, which raycap_onnx does not have; export a model "
-                "whose search has neither"
-            )
-        ranking: Any = values.get("ranking")
-        if ranking not in ("mean", "sum") and not is_number(ranking):
-            raise CaptionerError(f"search: ranking is {ranking!r:.80}; expected mean, sum or a number")
-        return cls(ranking=ranking, **found)
+    def __post_init__(self) -> None:
+        if self.sampling or self.beam_groups != 1:
+            raise CaptionerError("the search draws captions or has groups of beams, which raycap_onnx does not have")
+        require_number(self.beam_size, "beam_size", 1, MAX_BEAMS)
+        require_number(self.max_positions, "max_positions", 2, MAX_TOKENS)
+        require_number(self.min_length, "min_length", 2, self.max_positions)
+        require_number(self.max_length, "max_length", self.min_length, self.max_positions)
+        if self.no_repeat_ngram is not None:
+            require_number(self.no_repeat_ngram, "no_repeat_ngram", 1, MAX_TOKENS)
+        if self.ranking not in ("mean", "sum") and not is_number(self.ranking):
+            raise CaptionerError(f"ranking is {self.ranking!r:.80}; it must be mean, sum or a number")
 
     def divisor(self, lengths: np.ndarray) -> np.ndarray:
         """By what the sums of log-probabilities of captions with these lengths are divided to rank them."""
@@ -67,12 +63,11 @@ class Search:
 
 
 def beam_search(
-    step: Step, memory: dict[str, np.ndarray], search: Search, words: Words, open_endings: np.ndarray
+    step: Step, memory: dict[str, np.ndarray], search: Search, words: Words
 ) -> list[tuple[list[int], float]]:
     """The tokens of the best caption of each image, with SOS and EOS, and the sum of their log-probabilities.
 
-    Finished images leave the batch when they are at least half of it. open_endings: the ids of words that need another
-    word after them.
+    Finished images leave the batch when they are at least half of it.
     """
     num_images, num_beams = len(next(iter(memory.values()))), search.beam_size
     tokens = np.full((num_images, num_beams, search.max_length), words.pad, np.int64)
@@ -86,7 +81,7 @@ def beam_search(
         offered, cache = step(new, rows, memory, cache)
         num_rows = offered.shape[1]  # per image
         offered = np.repeat(offered, num_beams // num_rows, 1)
-        offered = _restricted(offered, tokens[images, :, :position], search, words, open_endings)
+        offered = _restricted(offered, tokens[images, :, :position], search, words)
         parent, new, value, scores[images] = _continued(offered, scores[images], ended[images], words.pad)
         for each, last in ((tokens, new), (log_probs, value)):
             each[images] = np.take_along_axis(each[images], parent[:, :, None], 1)
@@ -128,9 +123,7 @@ def _continued(
     return chosen // offered, new, value, sums
 
 
-def _restricted(
-    log_probs: np.ndarray, tokens: np.ndarray, search: Search, words: Words, open_endings: np.ndarray
-) -> np.ndarray:
+def _restricted(log_probs: np.ndarray, tokens: np.ndarray, search: Search, words: Words) -> np.ndarray:
     """The log-probabilities (B, K, V) of the words after `tokens` (B, K, t), with -inf for forbidden words.
 
     EOS is allowed where every word would be forbidden.
@@ -146,8 +139,8 @@ def _restricted(
         image, beam, window = np.nonzero(repeats)
         forbidden[image, beam, windows[image, beam, window, -1]] = True
     if search.no_open_endings:
-        forbidden[:, :, words.eos] |= np.isin(tokens[:, :, -1], open_endings)
+        forbidden[:, :, words.eos] |= np.isin(tokens[:, :, -1], words.open_endings)
         if length + 1 == search.max_length:  # the next word is the last one
-            forbidden[:, :, open_endings] = True
+            forbidden[:, :, words.open_endings] = True
     forbidden[:, :, words.eos] &= ~forbidden.all(-1)
     return np.where(forbidden, np.float32(-np.inf), log_probs)

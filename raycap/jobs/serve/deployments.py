@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -50,14 +51,14 @@ class CaptionerDeployment:
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
-        address, digest, source = model.address, model.digest, model.sent or model.source
+        address, source = model.address, model.source
         if address.champion is not None:  # a process that is started again later begins with the champion of then
-            digest, source = "", address.resolve()
+            source = address.resolve()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
         # on this machine a process gets its share of the cores, in a cluster the CPUs that it asks for
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
-        self.host = self.thread.submit(ModelHost, address, source, settings, digest).result()
+        self.host = self.thread.submit(ModelHost, address, source, settings).result()
         if address.champion is not None:
             threading.Thread(target=self.host.follow, args=(arguments.poll_s,), daemon=True).start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
@@ -121,14 +122,11 @@ def application(args: dict[str, object]) -> serve.Application:
     """
     arguments = ServeArguments.model_validate(args)
     server_token(None, arguments.insecure)
-    return build(arguments, is_local=False)
+    return build(arguments, named_models(arguments), is_local=False)
 
 
-def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False) -> serve.Application:
-    """The deployments of a server. Raises UserError for models that cannot be served.
-
-    is_local: on a Ray that this process has started. send_local: as for `named_models`.
-    """
+def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: bool) -> serve.Application:
+    """The deployments of a server. is_local: on a Ray that this process has started."""
     gpus = arguments.gpus
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
@@ -151,7 +149,7 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     )
     captioners = {
         model.name: captioner.options(name=f"captioner-{model.name}").bind(model, arguments, gpus, is_local=is_local)
-        for model in named_models(arguments, send_local=send_local)
+        for model in models
     }
     ingress = Ingress.options(  # type: ignore[attr-defined]
         name="ingress",
@@ -203,15 +201,15 @@ def require_unused() -> None:
         )
 
 
-def start(arguments: ServeArguments, host: str, port: int, *, is_local: bool) -> None:
-    """Starts the server on a Ray that has been started. Raises UserError, and JobFailedError if it does not start.
+def start(arguments: ServeArguments, models: Iterable[NamedModel], host: str, port: int, *, is_local: bool) -> None:
+    """Starts the server on a Ray that has been started. Raises JobFailedError if it does not start.
 
     is_local: whether this process has started the Ray.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     limits = arguments.limits
-    options = HTTPOptions(host=host, port=port, request_timeout_s=2 * limits.body_s + 11 * limits.answer_s)
-    target = build(arguments, is_local=is_local, send_local=not is_local)
+    options = HTTPOptions(host=host, port=port, request_timeout_s=2 * (limits.body_s + limits.answer_s))
+    target = build(arguments, models if is_local else [each.sent() for each in models], is_local=is_local)
     serve.start(proxy_location="HeadOnly", http_options=options, logging_config=LOGGING)
     try:
         serve.run(target, name=APP, route_prefix="/", logging_config=LOGGING)

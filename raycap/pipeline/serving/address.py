@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import (
+    ModelSource,
     SentBundle,
     StoredBundle,
     bundle_digests,
@@ -20,7 +21,6 @@ from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
-WEIGHTS = "model.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -58,34 +58,27 @@ class ModelAddress:
         return StoredBundle(self.storage / record.bundle, record.files)
 
 
-def weights_digest(bundle: StoredBundle) -> str:
-    """The first 16 hex digits of the SHA-256 of a bundle's weights. A bundle on S3 is copied to this machine."""
-    digest = bundle.digests.get(WEIGHTS) or bundle_digests(fetched(bundle.location), (WEIGHTS,))[WEIGHTS]
-    return digest[:16]
-
-
 @dataclass(frozen=True)
 class NamedModel:
-    """A model with the name by which clients choose it.
-
-    source: its bundle when the server started. digest: as `weights_digest`. sent: the same bundle in Ray's object
-    store, if it is on a disk that other nodes cannot read.
-    """
+    """A model with the name by which clients choose it. source: its bundle when the server started."""
 
     name: str
     address: ModelAddress
-    source: StoredBundle
-    digest: str
-    sent: SentBundle | None = None
+    source: ModelSource
+
+    def sent(self) -> NamedModel:
+        """The same model for a cluster. Ray, which must have been started, gets a bundle that is on this disk.
+
+        The other nodes of the cluster cannot read this disk. A champion stays where it is, because it is followed.
+        """
+        if isinstance(self.source, SentBundle) or self.source.location.is_remote or self.address.champion is not None:
+            return self
+        return replace(self, source=SentBundle.of(self.source.location.path))
 
 
-def named_models(arguments: ServeArguments, *, send_local: bool) -> list[NamedModel]:
-    """The models in order. Raises UserError for one that cannot be served.
-
-    send_local: send bundles on this machine's disk through Ray, which must have been started, because its other nodes
-    cannot read them.
-    """
-    models = [_named(text, arguments, send_local) for text in arguments.models]
+def named_models(arguments: ServeArguments) -> list[NamedModel]:
+    """The models in order. Raises UserError for one that cannot be served."""
+    models = [_named(text, arguments) for text in arguments.models]
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
@@ -93,7 +86,7 @@ def named_models(arguments: ServeArguments, *, send_local: bool) -> list[NamedMo
     return models
 
 
-def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel:
+def _named(text: str, arguments: ServeArguments) -> NamedModel:
     """The model that a --model option names, ADDRESS or NAME=ADDRESS. Raises UserError."""
     given, _, place = text.partition("=")
     if not _NAME.fullmatch(given) or not place:
@@ -102,7 +95,7 @@ def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel
     try:
         source = address.resolve()
         folder = fetched(source.location)
-        require_intact(folder)
+        digests = require_intact(folder) or bundle_digests(folder)
         config = read_bundle_config(folder)
     except UserError as error:
         raise UserError(f"--model {error}") from error
@@ -111,10 +104,7 @@ def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel
     name = given or address.champion or str(config["name"])
     if not _NAME.fullmatch(name):
         raise UserError(f"--model {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
-    if address.champion is None and not source.digests:
-        source = StoredBundle(source.location, bundle_digests(folder))
-    sent = SentBundle.of(folder) if send_local and not source.location.is_remote else None
-    return NamedModel(name, address, source, weights_digest(source), sent)
+    return NamedModel(name, address, StoredBundle(source.location, source.digests or digests))
 
 
 def without_backbone(place: str) -> str:

@@ -5,8 +5,7 @@ decoder.onnx      one step of the decoder (`models.convert.export_graphs.StepGra
 captioner.json    inputs, search and rules, ids of special tokens, and the SHA-256 of each other file
 vocabulary.json   {"joining": J, "words": [...]}: the text of each token in the order of their ids
 
-In PyTorch's format, the graphs are encoder.pt2 and decoder.pt2. Weights of more than 1 GiB are in a file beside their
-ONNX graph, encoder.onnx.data.
+Weights of more than 1 GiB are in a file beside their graph, encoder.onnx.data.
 
 J says how texts are joined to a caption: "spaces" between all; "scripts", as well, but not beside the tokens whose ids
 are under "without_space"; "bytes", where each character of a text is one byte (Latin-1) of UTF-8.
@@ -15,20 +14,18 @@ are under "without_space"; "bytes", where each character of a text is one byte (
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 from raycap.models.convert.export_graphs import EncoderGraph, GraphTensor, StepGraph
 from raycap.pipeline.data.language.subwords import piece_bytes
@@ -54,16 +51,6 @@ Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
 @dataclass(frozen=True)
-class ExportSettings:
-    """The format, the precision and, for ONNX, the opset of an export. source: the SHA-256 of the bundle's files."""
-
-    format: Literal["onnx", "torch"] = "onnx"
-    precision: Literal["float32", "float16"] = "float32"
-    opset: int = 20
-    source: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Differences:
     """The largest absolute differences of the encoder's result and of log-probabilities."""
 
@@ -74,47 +61,45 @@ class Differences:
         return f"{self.memory:.1e} in the encoder's result and {self.log_probs:.1e} in log-probabilities"
 
 
-def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> Differences | None:
-    """Writes the folder atomically, and compares its graphs with the model.
+def export_captioner(
+    bundle: Bundle,
+    folder: Path,
+    *,
+    precision: Literal["float32", "float16"] = "float32",
+    opset: int = 20,
+    source: Mapping[str, str] = {},
+) -> Differences:
+    """Writes the folder atomically, and returns how much its graphs differ from the model.
 
-    The result is None if nothing can run the graphs. Raises UserError for a model that cannot be exported, and
-    JobFailedError for graphs that differ from the model. In both cases nothing is written.
+    source: the SHA-256 of the bundle's files, for captioner.json. Raises UserError for a model that cannot be exported,
+    and JobFailedError for graphs that differ from the model. In both cases nothing is written.
     """
     with atomic_folder(folder) as temporary:
         captioner = bundle.captioner
-        if settings.precision == "float16":
+        if precision == "float16":
             captioner = copy.deepcopy(captioner).half()
         try:
             encoder = EncoderGraph(captioner)
         except ValueError as error:
             raise UserError(str(error)) from error
         step = StepGraph(encoder)
-        is_onnx = settings.format == "onnx"
-        encoder_path, step_path = (temporary / f"{name}.{'onnx' if is_onnx else 'pt2'}" for name in GRAPHS)
-        if is_onnx:
-            write_graph(encoder_path, encoder, encoder.inputs(), [each.name for each in step.memory], settings.opset)
-            write_graph(step_path, step, step.inputs(), step.output_names, settings.opset)
-        else:
-            write_program(encoder_path, encoder, encoder.inputs())
-            write_program(step_path, step, step.inputs())
+        paths = [temporary / f"{name}.onnx" for name in GRAPHS]
+        write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory], opset)
+        write_graph(paths[1], step, step.inputs(), step.output_names, opset)
         (temporary / "vocabulary.json").write_text(dump(describe_words(bundle.vocabulary)), encoding="utf-8")
         content = describe(bundle, encoder) | {
-            "graphs": settings.format,
-            "precision": settings.precision,
-            "opset": settings.opset if is_onnx else None,
-            "source": dict(settings.source),
+            "precision": precision,
+            "opset": opset,
+            "source": dict(source),
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         (temporary / "captioner.json").write_text(dump(content), encoding="utf-8")
-        if is_onnx and importlib.util.find_spec("onnxruntime") is None:
-            return None
-        run = onnx_graph if is_onnx else torch_program
-        exported, cache = (run(encoder_path), run(step_path)), step.cache
+        cache = step.cache
         if captioner is not bundle.captioner:
             encoder = EncoderGraph(bundle.captioner)
             step = StepGraph(encoder)
-        differences = compare_graphs(encoder, step, exported, cache)
-        if max(differences.memory, differences.log_probs) > TOLERANCES[settings.precision]:
+        differences = compare_graphs(encoder, step, [onnx_graph(path) for path in paths], cache)
+        if max(differences.memory, differences.log_probs) > TOLERANCES[precision]:
             raise JobFailedError(
                 f"the exported graphs differ from the model by up to {differences}; nothing was written"
             )
@@ -151,7 +136,7 @@ def write_graph(
             cause = error.__cause__ or error
             raise UserError(
                 f"{path.name} cannot be exported with opset {opset} ({type(cause).__name__}: {one_line(cause)}); try "
-                "another --opset, or --format torch"
+                "another --opset"
             ) from error
         assert program is not None
         # The exporter adds to each node where it was called, with the paths of this machine.
@@ -179,18 +164,6 @@ def _translations() -> dict[Callable[..., object], Callable[..., object]]:
     return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}
 
 
-def write_program(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor]) -> None:
-    """Writes a program of torch.export, with the weights."""
-    arguments = tuple(each.example for each in inputs)
-    shapes = (tuple(dict.fromkeys(each.dims, Dim.DYNAMIC) for each in inputs),)  # of one argument, `*inputs`
-    with torch.no_grad():
-        program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
-    for module in program.graph_module.modules():  # a block without autocast is a graph of its own
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # with the paths of this machine
-    torch.export.save(program, path)
-
-
 def onnx_graph(path: Path) -> Graph:
     """The ONNX graph in a file as a function of the inputs in its order, on the CPU."""
     import onnxruntime
@@ -202,20 +175,8 @@ def onnx_graph(path: Path) -> Graph:
     return lambda inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
-def torch_program(path: Path) -> Graph:
-    """The program in a file as a function of the inputs in its order."""
-    # Tracing guards numbers of rows that differ in its examples; one beam per image has equal ones.
-    program = torch.export.load(path).module(check_guards=False)
-
-    @torch.no_grad()
-    def run(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [each.numpy() for each in program(*map(torch.from_numpy, inputs))]
-
-    return run
-
-
 def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
-    """The content of captioner.json that does not depend on the format of the graphs, as JSON values."""
+    """The content of captioner.json as JSON values, without the properties of the graphs."""
     sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
     search = bundle.search
     image = features = None
@@ -236,11 +197,14 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
             "max_length": min(search.max_length, sizes.max_positions),
             "ranking": search.ranking,
             "collapse_repeats": search.collapse_repeats,
+            "max_positions": sizes.max_positions,
             **{key: asdict(search.decoding)[key] for key in RULES},
         },
-        "max_positions": sizes.max_positions,
-        "tokens": {"sos": sizes.sos, "eos": sizes.eos, "pad": sizes.pad, "unk": vocabulary.ids[UNK]},
-        "open_endings": list(score_rules(search, vocabulary).open_endings),
+        "tokens": {
+            **{name: getattr(sizes, name) for name in ("sos", "eos", "pad")},
+            "unk": vocabulary.ids[UNK],
+            "open_endings": list(score_rules(search, vocabulary).open_endings),
+        },
         "tokenizer": vocabulary.tokenizer,
     }
 

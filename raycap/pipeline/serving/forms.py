@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WithJsonSchema
@@ -27,14 +27,12 @@ def _image_bytes(value: object) -> object:
 ImageBytes = Annotated[
     bytes, BeforeValidator(_image_bytes), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
 ]
-Uri = Annotated[str, Field(max_length=4096, description="A path or s3:// URI below a prefix of --allow-uri.")]
 
 
 class RequestForm(BaseModel, extra="forbid"):
     """What all requests have. images: the content of image files, in JSON as base64."""
 
     images: list[ImageBytes] = []
-    uris: list[Uri] = []
     model: str | None = Field(None, max_length=64, description="The model's name; by default the server's first model.")
 
 
@@ -47,8 +45,6 @@ class CaptionForm(RequestForm):
     beam_size: int | None = Field(None, ge=1)
     num_results: int = Field(1, ge=1, description="Captions per image.")
     max_length: int | None = Field(None, ge=3, le=10_000, description="Tokens per caption, with begin and end.")
-    precision: Literal["float32", "bfloat16"] | None = None
-    confidence: bool = Field(True, description="Whether the answer has confidences, for models that have them.")
 
 
 class ExplainForm(RequestForm):
@@ -56,7 +52,6 @@ class ExplainForm(RequestForm):
 
     caption: str | None = Field(None, max_length=MAX_CAPTION, description="By default the model's best caption.")
     head: int | None = Field(None, ge=0, le=1000, description="Of the last decoder layer; by default the mean of all.")
-    attribution: bool = Field(False, description="Also integrated gradients, which take minutes.")
 
 
 class RankedEntry(BaseModel):
@@ -95,9 +90,6 @@ class ExplainAnswer(BaseModel):
     words: list[str]
     grid: tuple[int, int]
     attention: list[list[float]]
-    attribution: list[list[float]] | None
-    steps: int
-    gap: float
 
 
 class ModelsAnswer(BaseModel):
@@ -112,9 +104,8 @@ class Error(BaseModel):
 def described_body(form: type[RequestForm]) -> dict[str, object]:
     """The OpenAPI description of a body, as JSON or as multipart files."""
     described = form.model_json_schema()
-    fields = {name: each for name, each in described["properties"].items() if name != "uris"}
     files = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
-    multipart = described | {"properties": fields | {"images": files}, "required": ["images"]}
+    multipart = described | {"properties": described["properties"] | {"images": files}, "required": ["images"]}
     contents = {"multipart/form-data": {"schema": multipart}, "application/json": {"schema": described}}
     return {"requestBody": {"required": True, "content": contents}}
 

@@ -7,19 +7,19 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.address import ModelAddress, weights_digest, without_backbone
+from raycap.pipeline.serving.address import ModelAddress, without_backbone
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 
@@ -74,7 +74,6 @@ class Search:
     beam_size: int | None = None
     num_results: int = 1
     max_length: int | None = None
-    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class LoadedModel:
         given = {"beam_size": search.beam_size, "max_length": search.max_length}
         changes = {key: value for key, value in given.items() if value is not None}
         settings = self.service.changed_search(changes, search.num_results)
-        return self.service.caption(self.normalized(pixels), settings, search.precision)
+        return self.service.caption(self.normalized(pixels), settings)
 
 
 def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
@@ -134,20 +133,15 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
     return load_source(address.resolve(), settings, address)
 
 
-def load_source(
-    source: ModelSource, settings: Mapping[str, Any], address: ModelAddress, digest: str = ""
-) -> LoadedModel:
-    """The model of a source. Raises UserError.
-
-    address: of the source, for messages. digest: of its weights, which a stored bundle may leave out.
-    """
+def load_source(source: ModelSource, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
+    """The model of a source. Raises UserError. address: of the source, for messages."""
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(without_backbone(address.text))
     service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
-        digest=digest or weights_digest(cast("StoredBundle", source)),
+        digest=bundle.digest[:16],
         system=model.config.name,
         vocabulary_size=model.sizes.vocabulary_size,
         image_size=transform.image_size,
@@ -169,11 +163,9 @@ class ModelHost:
     failed, after which the current model may be older than the champion.
     """
 
-    def __init__(
-        self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any], digest: str = ""
-    ) -> None:
+    def __init__(self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any]) -> None:
         self.address, self.source, self.settings, self.failure = address, source, settings, ""
-        self.current = warm(load_source(source, settings, address, digest))
+        self.current = warm(load_source(source, settings, address))
 
     def look(self) -> bool:
         """Loads the champion if it is another one, also after a rollback. Returns whether it took over.
@@ -233,9 +225,7 @@ class ModelHost:
                 answers[index] = answer
         return answers
 
-    def explain(
-        self, jobs: Sequence[ImageJob], caption: str | None, head: int | None, attribution: bool
-    ) -> list[Answer]:
+    def explain(self, jobs: Sequence[ImageJob], caption: str | None, head: int | None) -> list[Answer]:
         """Where the model looks for each word of a caption (None for its own) of one image."""
         current, (job,) = self.current, jobs
         if job.transform != current.service.transform:
@@ -244,7 +234,7 @@ class ModelHost:
         if caption is None:
             caption = current.service.caption(pixels)[0].caption or ""
         try:
-            return [Made(current.service.explain(pixels[0], caption, head, attribution), current.info)]
+            return [Made(current.service.explain(pixels[0], caption, head, with_attribution=False), current.info)]
         except UserError as error:
             return [RefusedError(422, one_line(error))]
 

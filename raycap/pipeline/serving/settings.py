@@ -37,11 +37,10 @@ class Limits(BaseModel, extra="forbid", frozen=True):
 class ServeArguments(BaseModel, extra="forbid", frozen=True):
     """What is served and how; a RayService gives the same as `args` of its application.
 
-    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: between
-    two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or the range
-    [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of torch in each process. allow_uris:
-    folders and prefixes below which clients may name images. allow_attribution: whether clients may ask for integrated
-    gradients, which take minutes. insecure: whether other machines may ask without a token.
+    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: seconds
+    between two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or
+    the range [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of torch in each process.
+    insecure: whether other machines may ask without a token.
     """
 
     models: tuple[str, ...] = Field(min_length=1)
@@ -53,8 +52,6 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
     replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
-    allow_uris: tuple[str, ...] = ()
-    allow_attribution: bool = False
     loopback_only: bool = False
     insecure: bool = False
     limits: Limits = Limits()

@@ -16,13 +16,7 @@ import raycap.pipeline.serving.export
 from raycap.models.base import Features
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.serving.export import (
-    ExportSettings,
-    compare_graphs,
-    export_captioner,
-    onnx_graph,
-    torch_program,
-)
+from raycap.pipeline.serving.export import compare_graphs, export_captioner, onnx_graph, write_graph
 from raycap_onnx import Caption, Captioner
 from tests.conftest import ROOT
 from tests.support.exports import (
@@ -45,11 +39,12 @@ def captions_of(folder: Path, name: str, batch_size: int, **search: Any) -> tupl
         images = make_images(NUM_IMAGES)
         pixels = torch.stack([bundle.transform(image) for image in images])
         return captioner.caption(images, batch_size=batch_size, **search), Features(pixels)
-    values = make_regions(NUM_IMAGES, 5)
+    values = make_regions(name, NUM_IMAGES, 5)
     found: list[Caption] = []
     for start in range(0, NUM_IMAGES, batch_size):
-        found += captioner.caption_features(*(each[start : start + batch_size] for each in values), **search)
-    return found, Features(*map(torch.from_numpy, values))
+        batch = {key: each[start : start + batch_size] for key, each in values.items()}
+        found += captioner.caption_features(batch, **search)
+    return found, Features(*map(torch.from_numpy, values.values()))
 
 
 def assert_equal(ours: list[Caption], theirs: list[Caption]) -> None:
@@ -90,40 +85,27 @@ def test_the_folder_is_described(exported: Export) -> None:
 
 
 def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export whose program is that of other weights."""
+    """An export whose graphs are those of other weights."""
 
-    def write_other(path: Path, graph: torch.nn.Module, inputs: Any) -> None:
+    def write_other(path: Path, graph: torch.nn.Module, *arguments: Any) -> None:
         for parameter in graph.parameters():
             parameter.data *= 1.5
-        write(path, graph, inputs)
+        write_graph(path, graph, *arguments)
         for parameter in graph.parameters():
             parameter.data /= 1.5
 
-    write = raycap.pipeline.serving.export.write_program
-    monkeypatch.setattr(raycap.pipeline.serving.export, "write_program", write_other)
+    monkeypatch.setattr(raycap.pipeline.serving.export, "write_graph", write_other)
     with pytest.raises(JobFailedError, match=r"differ from the model by up to .*; nothing was written"):
-        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out", ExportSettings("torch"))
+        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
-
-
-def test_programs_of_torch(tmp_path: Path) -> None:
-    bundle = make_captioner_bundle("expansionnet")
-    differences = export_captioner(bundle, tmp_path / "out", ExportSettings("torch"))
-    assert differences is not None and max(differences.memory, differences.log_probs) < 1e-5
-    assert json.loads((tmp_path / "out" / "captioner.json").read_text())["graphs"] == "torch"
-    assert str(ROOT).encode() not in (tmp_path / "out" / "decoder.pt2").read_bytes()
-    encoder = EncoderGraph(bundle.captioner)
-    images = torch.randn(17, 3, 32, 32)
-    (first, *_) = torch_program(tmp_path / "out" / "encoder.pt2")([images.numpy()])
-    torch.testing.assert_close(torch.from_numpy(first), encoder(images)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.proof
 def test_float16(tmp_path: Path) -> None:
     """Stated in docs/export.md: captions may differ. The tolerance is that of numbers near 1 in float16."""
     bundle = make_captioner_bundle("expansionnet")
-    differences = export_captioner(bundle, tmp_path / "out", ExportSettings(precision="float16"))
-    assert differences is not None and 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
+    differences = export_captioner(bundle, tmp_path / "out", precision="float16")
+    assert 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
     assert all(each.dtype == torch.float32 for each in bundle.captioner.parameters()), "the model itself is unchanged"
     captions = Captioner(tmp_path / "out", threads=1).caption(make_images(NUM_IMAGES)[:3])
     reference, _ = captions_of(tmp_path / "out", "expansionnet", 3)
@@ -138,7 +120,7 @@ def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
 ) -> None:
     monkeypatch.setattr("raycap.pipeline.serving.export.MAX_EMBEDDED_BYTES", 2**10)
     bundle = make_captioner_bundle("meshed memory")
-    assert export_captioner(bundle, tmp_path / "out", ExportSettings()) is not None
+    export_captioner(bundle, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"encoder.onnx.data", "decoder.onnx.data"}
     files = json.loads((tmp_path / "out" / "captioner.json").read_text())["files"]
     assert "encoder.onnx.data" in files

@@ -16,13 +16,13 @@ from tests.support.bundles import make_bundle
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle, out = make_bundle(tmp_path / "bundle", backbone=False), tmp_path / "new" / "out"
-    assert main(["export", str(bundle), "-o", str(out), "--format", "torch"]) == 0
+    assert main(["export", str(bundle), "-o", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"The captioner: {out}"
     assert lines[-2].startswith("the graphs differ from the model by up to ")
     content = json.loads((out / "captioner.json").read_text())
     assert content["source"] == bundle_digests(bundle, ("model.safetensors", "vocabulary.json"))
-    assert content["graphs"] == "torch" and content["opset"] is None and content["name"] == "small"
+    assert content["opset"] == 20 and content["name"] == "small"
     assert main(["export", str(bundle), "-o", str(out)]) == 2
     assert f"--out {out} exists and is not empty" in capsys.readouterr().err
 
@@ -34,4 +34,4 @@ def test_a_missing_package_is_one_sentence(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     assert main(["export", "bundle", "-o", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert "--format onnx needs the package onnxscript" in said and "`export`" in said
+    assert "`raycap export` needs the package onnxscript" in said and "`export`" in said
