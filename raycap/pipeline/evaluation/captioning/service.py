@@ -173,14 +173,12 @@ class CaptionService:
             raise UserError(f"caption has more than the {most} tokens that this model explains")
         backbone, words = self.bundle.captioner.backbone, self._words(caption)
         assert backbone is not None
-        first = backbone.num_prefix_tokens  # image tokens before those of the grid
-        attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
+        attention = self.attention(pixels, caption, head).float().cpu().numpy()
         if not with_attribution:
             return Explanation(caption, words, backbone.grid, attention)
         attribution = self.attribution(pixels, caption)
         gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
-        shares = attribution.shares().cpu().numpy()[:, first:]
-        return Explanation(caption, words, backbone.grid, attention, shares, STEPS, gap)
+        return Explanation(caption, words, backbone.grid, attention, attribution.shares().cpu().numpy(), STEPS, gap)
 
     def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
         """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).

@@ -24,7 +24,7 @@ from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.evaluation.captioning.bundle import bundle_source, read_parts
+from raycap.pipeline.evaluation.captioning.bundle import bundle_source
 from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
 from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.comparison.published import FinalRow
@@ -194,7 +194,6 @@ def compute_maps(
     """
     import torch
 
-    from raycap.models.encoders.backbone import num_prefix_tokens
     from raycap.models.explain.attribution import cross_attention, integrated_gradients
     from raycap.models.explain.cluster_groups import find_clusters
     from raycap.pipeline.features.model_inputs import on_device
@@ -202,8 +201,6 @@ def compute_maps(
     captioner = TaskCaptioner([model], config)
     bundle, inputs, device = captioner.bundles[0], captioner.inputs(dataset)[0], captioner.context.device
     caption_model, vocabulary = bundle.captioner.model, bundle.vocabulary
-    backbone = read_parts(bundle.config, "config.yaml").backbone or (config.backbone if config.has_backbone else None)
-    num_prefix = 0 if backbone is None else num_prefix_tokens(backbone)
     row_of = {int(image_id): row for row, image_id in enumerate(inputs.image_ids)}
     begin = time.monotonic()
     for image in images:
@@ -219,13 +216,13 @@ def compute_maps(
             features = bundle.captioner.features(on_device(loaded, device, transform=inputs.transform))
             # (layers, H, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
             attention = cross_attention(caption_model, caption_model.encode(features), ids[None])
-        by_word = attention[-1, :, 0, : len(words), num_prefix:].mean(0)
+        by_word = attention[-1, :, 0, : len(words)].mean(0)
         fields: Values = {"attention": by_word.float().cpu().numpy()}
         if words != image.caption.split():
             fields["parts"] = vocabulary.parts(image.caption)
         if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
             attribution = integrated_gradients(caption_model, features, ids, INTEGRATION_STEPS)
-            fields["attribution"] = attribution.head(len(words)).shares()[:, num_prefix:].float().cpu().numpy()
+            fields["attribution"] = attribution.head(len(words)).shares().float().cpu().numpy()
         clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
         if clusters is not None:
             fields["clusters"] = layer_colors(clusters)
