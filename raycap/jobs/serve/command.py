@@ -71,14 +71,14 @@ def command(
 
 
 def _serve(arguments: ServeArguments, host: str, port: int, address: str | None) -> None:
-    """Starts the server and returns when it has ended by itself."""
+    """Starts the server. Returns only if the server ends without being asked to."""
     has_token = server_token(host, arguments.insecure) is not None
     check_address(address)
     try:
         from raycap.jobs.serve import deployments
     except ModuleNotFoundError as error:
         raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
-    models = named_models(arguments)  # before Ray is started, so that a mistake is said at once
+    models = named_models(arguments)  # before Ray starts, which takes seconds
     if not cluster_address(address):
         require_free(host, port)
     is_local = not connect(address, deployments.needed_cpus(arguments))

@@ -26,18 +26,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """A model that a caller names. text: a folder, s3://..., or champion:NAME, whose champion is in `storage`."""
+    """A model that a caller names. text: a folder, s3://... or champion:NAME. storage: where champions are."""
 
     text: str
     storage: StoragePath
 
     @property
     def champion(self) -> str | None:
-        """The name of the configuration whose champion it is; None for a bundle."""
+        """For champion:NAME the name of the configuration, for a bundle None."""
         return self.text.removeprefix(CHAMPION) if self.text.startswith(CHAMPION) else None
 
     def resolve(self) -> StoredBundle:
-        """The bundle that the address means now, with the digests of a champion's files.
+        """The bundle that the address means now. A champion's bundle has the digests that its record contains.
 
         Raises UserError if there is no such bundle or champion, and StorageError if the storage does not answer.
         """
@@ -67,9 +67,10 @@ class NamedModel:
     source: ModelSource
 
     def sent(self) -> NamedModel:
-        """The same model for a cluster. Ray, which must have been started, gets a bundle that is on this disk.
+        """The same model for a cluster, whose other nodes cannot read a bundle on this machine's disk.
 
-        The other nodes of the cluster cannot read this disk. A champion stays where it is, because it is followed.
+        Such a bundle is put into Ray's object store, so Ray must have been started. A champion stays where it is,
+        because each process looks there for newer ones.
         """
         if isinstance(self.source, SentBundle) or self.source.location.is_remote or self.address.champion is not None:
             return self

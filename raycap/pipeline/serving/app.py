@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """The functions behind the routes, and what they share."""
+    """The functions that answer requests, and the state that they share: models, counters and the queue."""
 
     def __init__(self, captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> None:
         self.limits, self.token = arguments.limits, token
@@ -60,23 +60,23 @@ class Server:
         self.turns = asyncio.Semaphore(self.limits.queue)
 
     async def admit(self, request: Request, credentials: Credentials) -> None:
-        """Raises RefusedError for a request without the server's token.
+        """Raises RefusedError for a request that may not be answered.
 
-        On a server without a token, for one from another origin: a page from elsewhere could make a browser on this
-        machine send requests.
+        If the server has a token, the request needs it. If the server has none, the request must not come from a page
+        of another site, because such a page could make a browser on this machine send requests.
         """
         if self.token is None:
             origin = request.headers.get("origin")
             if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
                 raise RefusedError(403, "requests of pages from elsewhere are refused")
             return
-        # compared in a time that does not depend on where the texts differ
+        # The time of this comparison does not tell how much of a wrong token is right.
         given = "" if credentials is None else credentials.credentials
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise RefusedError(401, "the header Authorization needs Bearer and the server's token")
 
     async def take_turn(self) -> AsyncIterator[None]:
-        """Counts a request while it is worked on. Raises RefusedError if there are too many."""
+        """Takes a place in the queue until the request has ended. Raises RefusedError if the queue is full."""
         if self.turns.locked():
             raise RefusedError(429, f"the server works on {self.limits.queue} requests; try again later", 1)
         async with self.turns:
@@ -132,7 +132,7 @@ class Server:
 
     async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
         """Counts an answer and its time, adds headers, and turns a failure into one sentence."""
-        begin, status = time.monotonic(), 499  # of a client that has gone
+        begin, status = time.monotonic(), 499  # 499 is counted if the client has gone
         paths = {getattr(route, "path", "") for route in request.app.routes}
         path = request.url.path if request.url.path in paths else "other"
         try:
@@ -153,7 +153,7 @@ class Server:
 
 @asynccontextmanager
 async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """A block that ends with RefusedError after a number of seconds."""
+    """Ends a `with` block with RefusedError after a number of seconds."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -164,8 +164,9 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> FastAPI:
     """The ASGI application of a server.
 
-    captioners: by the name of the model; the first is the default. token: that requests must have; None for any client.
-    A server without a token that is `loopback_only` answers only to its names there.
+    captioners: by the name of the model; the first is the default. token: every request must have it; without a token
+    any client is answered. A server that listens only on the loopback interface and has no token refuses requests
+    whose Host header is another name, so that no web page can reach it through a name of its own.
     """
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
     server = Server(captioners, arguments, token)
@@ -173,7 +174,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
     page_headers = {"Content-Security-Policy": content_security_policy(html)}
 
     async def healthz() -> dict[str, str]:
-        """Whether the server answers."""
+        """Tells that the server answers."""
         return {"status": "ok"}
 
     async def metrics_text() -> Response:
@@ -181,7 +182,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def index() -> Response:
-        """The page, which holds no data of the server and needs no token."""
+        """The page. It needs no token, because it contains no data of the server."""
         return HTMLResponse(html, headers=page_headers)
 
     closed: Values = {

@@ -16,11 +16,11 @@ from raycap.pipeline.serving.settings import Limits
 
 MAX_CAPTION = 1000  # characters of a caption to explain
 MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its files
-MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more when it is parsed
+MAX_JSON_VALUES = 20_000  # parsing needs 50 bytes or more for a value that has 2 in the body
 
 
 def _image_bytes(value: object) -> object:
-    """The content of an image file, which JSON holds as base64."""
+    """Decodes the base64 of an image file in JSON. Other values are left as they are."""
     return base64.b64decode(value, validate=True) if isinstance(value, str) else value
 
 
@@ -30,7 +30,7 @@ ImageBytes = Annotated[
 
 
 class RequestForm(BaseModel, extra="forbid"):
-    """What all requests have. images: the content of image files, in JSON as base64."""
+    """The fields of all requests. images: the contents of image files; in JSON they are base64."""
 
     images: list[ImageBytes] = []
     model: str | None = Field(None, max_length=64, description="The model's name; by default the server's first model.")
@@ -40,7 +40,7 @@ Form = TypeVar("Form", bound=RequestForm)
 
 
 class CaptionForm(RequestForm):
-    """The body of POST /caption. Values that are not given are the model's."""
+    """The body of POST /caption. The model's own values are used for those that are not given."""
 
     beam_size: int | None = Field(None, ge=1)
     num_results: int = Field(1, ge=1, description="Captions per image.")
@@ -70,7 +70,7 @@ class CaptionEntry(RankedEntry):
 
 
 class ModelEntry(BaseModel):
-    """What made an answer: the name by which it is served, its bundle's name, and the digest of its weights."""
+    """The model that made an answer. bundle: the name of its bundle. digest: of its weights."""
 
     name: str
     bundle: str
@@ -83,7 +83,7 @@ class CaptionAnswer(BaseModel):
 
 
 class ExplainAnswer(BaseModel):
-    """The maps have one row for each word, over the grid of rows x columns image tokens, row by row."""
+    """Where the model looked. grid: rows and columns of image tokens. attention: for each word a number per token."""
 
     model: ModelEntry
     caption: str
@@ -102,7 +102,7 @@ class Error(BaseModel):
 
 
 def described_body(form: type[RequestForm]) -> dict[str, object]:
-    """The OpenAPI description of a body, as JSON or as multipart files."""
+    """The OpenAPI description of a body that is JSON, or multipart with image files."""
     described = form.model_json_schema()
     files = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
     multipart = described | {"properties": described["properties"] | {"images": files}, "required": ["images"]}
@@ -111,10 +111,10 @@ def described_body(form: type[RequestForm]) -> dict[str, object]:
 
 
 async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
-    """The form in a body, which is JSON, or multipart with images as files, whatever their fields' names.
+    """Reads the form in a body, which is JSON or multipart. The names of multipart fields with files do not matter.
 
-    Raises RefusedError for another body, before more than `body_bytes` are in memory, and after `body_s`; and
-    starlette's HTTPException for a multipart body that its parser refuses.
+    Raises RefusedError for any other body, for one that is larger than `body_bytes` (before more is in memory), and for
+    one that takes longer than `body_s`. Raises starlette's HTTPException if the multipart parser refuses the body.
     """
     left = limits.body_bytes
 

@@ -1,4 +1,4 @@
-"""The model in a captioning process: how it is loaded, batches of requests, and its replacement by a new champion."""
+"""The model in a captioning process: it is loaded, captions batches of images, and is replaced by a new champion."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
-    """A request that is refused. status: of HTTP. The message is one sentence, which the client sees.
+    """A request is refused. status: of the HTTP answer. message: one sentence for the client.
 
-    retry_after_s: after which the client may try again; None if that would change nothing.
+    retry_after_s: seconds after which the client may try again; None if the same request would be refused again.
     """
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
@@ -47,10 +47,10 @@ class ModelInfo:
     """What callers may know of a model.
 
     bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
-    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
-    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
-    precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
-    this search have a confidence.
+    system: such as expansionnet_v2. image_size: the side in pixels of the square that the model sees. keep_aspect: if
+    true, images keep their aspect ratio and the ends of the longer side are cut off. crop_share: the fraction of the
+    resized image's side that remains after the crop. device: cpu or cuda. precision: float32 or bfloat16. beam_size,
+    max_length: of its own search. has_confidence: true if captions of this search have a confidence.
     """
 
     bundle: str
@@ -69,7 +69,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Search:
-    """The search of a request; None for the model's values. Images with equal searches share a batch."""
+    """The search that a request asks for. None means the model's own value. Equal searches share a batch."""
 
     beam_size: int | None = None
     num_results: int = 1
@@ -87,7 +87,7 @@ class ImageJob:
 
 @dataclass(frozen=True)
 class Made:
-    """A result, and what made it. batch_size: the images of its forward pass; batch_index: its place there."""
+    """A result, and the model that made it. batch_size: images in its forward pass. batch_index: its place there."""
 
     result: ImageCaption | Explanation
     info: ModelInfo
@@ -95,12 +95,12 @@ class Made:
     batch_index: int = 0
 
 
-Answer = Made | RefusedError | None  # None for pixels of another transform than that of the model
+Answer = Made | RefusedError | None  # None if the image was resized for another model, so that it must be sent again
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that captions images. options: of the storage where it was."""
+    """A model that captions images. options: how the storage that it came from is reached."""
 
     service: CaptionService
     info: ModelInfo
@@ -134,7 +134,7 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
 
 
 def load_source(source: ModelSource, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
-    """The model of a source. Raises UserError. address: of the source, for messages."""
+    """Loads a model that captions images. address: named in messages. Raises UserError for another bundle."""
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(without_backbone(address.text))
@@ -157,10 +157,10 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
 
 
 class ModelHost:
-    """Captions batches with the model `current`, which a new champion replaces between two batches.
+    """Captions batches with the model `current`. A new champion replaces it between two batches.
 
-    source: the bundle of the model. settings: of a `CaptionService`. `failure` says why the last look at the champion
-    failed, after which the current model may be older than the champion.
+    source: the bundle of the model. settings: of a `CaptionService`. failure: why the last look at the champion failed,
+    or "". After a failure, the current model may be older than the champion.
     """
 
     def __init__(self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any]) -> None:
@@ -168,10 +168,10 @@ class ModelHost:
         self.current = warm(load_source(source, settings, address))
 
     def look(self) -> bool:
-        """Loads the champion if it is another one, also after a rollback. Returns whether it took over.
+        """Loads the champion if it differs from the current model. Returns True if it has replaced the model.
 
-        If it cannot be read or loaded, the current model stays, the reason is logged once, and the next look tries
-        again.
+        If the champion cannot be read or loaded, the current model stays, and the next look tries again. Each reason is
+        logged once.
         """
         try:
             found = self.address.resolve()
@@ -190,15 +190,15 @@ class ModelHost:
         return is_new
 
     def follow(self, interval_s: float) -> None:
-        """Looks every `interval_s` seconds, until the process ends."""
+        """Calls `look` every `interval_s` seconds until the process ends."""
         while True:
             time.sleep(interval_s)
             self.look()
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
-        """The captions of each image, by one model. Images with equal searches share a forward pass.
+        """The captions of each image, all by one model. Images with equal searches share a forward pass.
 
-        A failure of one pass refuses only its images.
+        If a pass fails, only its images are refused.
         """
         current = self.current
         answers: list[Answer] = [None] * len(jobs)
@@ -215,7 +215,7 @@ class ModelHost:
                 made = [RefusedError(422, one_line(error))] * len(indices)
             except torch.OutOfMemoryError as error:
                 logger.warning(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
-                traceback.clear_frames(error.__traceback__)  # they refer to tensors
+                traceback.clear_frames(error.__traceback__)  # the frames keep tensors alive
                 torch.cuda.empty_cache()
                 made = [RefusedError(503, SHORT_OF_MEMORY, 1)] * len(indices)
             except Exception as error:
@@ -226,7 +226,7 @@ class ModelHost:
         return answers
 
     def explain(self, jobs: Sequence[ImageJob], caption: str | None, head: int | None) -> list[Answer]:
-        """Where the model looks for each word of a caption (None for its own) of one image."""
+        """Where the model looks in one image for each word of a caption. If `caption` is None, it makes one."""
         current, (job,) = self.current, jobs
         if job.transform != current.service.transform:
             return [None]
@@ -240,7 +240,7 @@ class ModelHost:
 
 
 def warm(loaded: LoadedModel) -> LoadedModel:
-    """The model after a black image, so that no request waits for what happens once."""
+    """Captions a black image and returns the model, because the first caption takes longer than the others."""
     side = loaded.info.image_size
     loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
     return loaded

@@ -17,19 +17,21 @@ from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatE
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.serving.host import Answer, ImageJob, Made, RefusedError, Search
 
-MAX_ATTEMPTS = 3  # of a request whose model is replaced meanwhile
-DECODERS = 2  # images that are decoded at a time; each may need 8 bytes per pixel of the limit
+MAX_ATTEMPTS = 3  # to answer a request while its model is being replaced
+DECODERS = 2  # images that are decoded at the same time; each may need 8 bytes per pixel
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
-# Calls a method of one of the processes with a model, by the method's name: describe() gives the model's description
-# and its transform; caption(jobs), and explain(jobs, caption, head) for one job, give a list of `Answer`.
+# Calls a method of one of a model's processes. The first argument is the method's name, the others are its arguments:
+#   describe() gives the model's description and its transform,
+#   caption(jobs) gives a list of `Answer`,
+#   explain(jobs, caption, head), for a list of one job, gives a list of one `Answer`.
 # Raises RefusedError with status 503 if no process answers.
 Captioners = Callable[..., Awaitable[Any]]
 
 
 class Metrics:
-    """The counters of one server. Paths are those of its routes; others count as "other"."""
+    """The counters of one server. The label "path" is one of its routes, or "other"."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -87,13 +89,13 @@ class ServedModels:
     async def _answers(
         self, model: str, images: Sequence[bytes], search: Search, method: str, *arguments: object
     ) -> list[Made]:
-        """The answers of a method, all of one model. It is called again if the model is replaced meanwhile."""
+        """Calls a method for images. If two models answered parts of the request, it is called again for all images."""
         loop = asyncio.get_running_loop()
         for _ in range(MAX_ATTEMPTS):
             if model not in self._transforms:
                 await self._describe(model)
             jobs, transform = [], self._transforms[model]
-            for number, image in enumerate(images):  # one after the other: a request that has ended decodes no more
+            for number, image in enumerate(images):  # one at a time, because the request may end before the last one
                 pixels = await loop.run_in_executor(self._threads, self._resized, image, number, transform)
                 jobs.append(ImageJob(pixels, transform, search))
             answers: list[Answer] = await self.captioners[model](method, jobs, *arguments)

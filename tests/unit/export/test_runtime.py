@@ -244,7 +244,7 @@ HOSTILE: dict[str, Craft] = {
     r"max_length is 13": setting("search.max_length", 13),
     r"ranking is nan": setting("search.ranking", float("nan")),
     r"mean and std must be 3 numbers": setting("image.mean", [10**400, 0, 0]),
-    r"drawn captions or groups": setting("search.beam_groups", 2),
+    r"draws captions or has groups": setting("search.beam_groups", 2),
     r"interpolation is 'cubic'": setting("image.interpolation", "cubic"),
     r"the id of a token is -1": setting("tokens.eos", -1),
     r"the id of a token is 'a'": setting("tokens.open_endings", ["a"]),
