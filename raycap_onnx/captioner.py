@@ -36,8 +36,8 @@ class Caption:
 class Captioner:
     """Captions images with the graphs in a folder that `raycap export` wrote. Raises CaptionerError for another folder.
 
-    threads: of onnxruntime; None for its choice. providers: onnxruntime's names of what computes, in the order in which
-    they are tried, such as CUDAExecutionProvider.
+    threads: of onnxruntime; None leaves the number to it. providers: the devices that onnxruntime tries in this order,
+    by its own names, such as CUDAExecutionProvider.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class Captioner:
     ) -> list[Caption]:
         """The best caption of each image.
 
-        images: see `load_image`. beam_size (1 for greedy search) and max_length replace the recorded ones. batch_size:
-        images at a time. Raises CaptionerError for an image that cannot be used, and for a number out of range.
+        images: as for `load_image`. beam_size, max_length: in place of those of the folder; a beam of 1 is greedy
+        search. batch_size: number of images that are captioned at a time. Raises CaptionerError for an image that
+        cannot be used, and for a number out of range.
         """
         if self.transform is None:
             raise CaptionerError(f"{self.name} captions the features of regions, not images; use caption_features")
@@ -104,8 +105,8 @@ class Captioner:
     ) -> list[Caption]:
         """The best caption of each image, for a model of region features.
 
-        inputs: features (B, N, C); lengths (B), the numbers of valid regions; and for models that arrange regions boxes
-        (B, N, 4), their corners x0 y0 x1 y1. Other arguments and errors as in `caption`.
+        inputs: by name features (B, N, C), and lengths (B), the number of regions of each image without padding. Some
+        models also need boxes (B, N, 4), the regions' corners x0 y0 x1 y1. Other arguments and errors: as in `caption`.
         """
         expected = sorted(each.name for each in self._encoder.get_inputs())
         if self.transform is not None or sorted(inputs) != expected:
@@ -116,13 +117,13 @@ class Captioner:
         return self._captions(arrays, self._changed_search(beam_size, max_length))
 
     def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:
-        """The recorded search with other values. Raises CaptionerError for values that the model does not take."""
+        """The search of the folder with these values. Raises CaptionerError for values that the model cannot take."""
         given = {"beam_size": beam_size, "max_length": max_length}
         changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         return replace(self.search, **changes)
 
     def _captions(self, inputs: dict[str, np.ndarray], search: Search) -> list[Caption]:
-        """The best captions of a batch with the encoder's inputs."""
+        """The best captions of a batch. inputs: of the encoder, by name."""
         memory = dict(zip(self._memory_names, self._encoder.run(None, inputs), strict=True))
         captions = []
         for tokens, log_prob in beam_search(self._step, memory, search, self.words):
@@ -135,8 +136,8 @@ class Captioner:
     def _step(
         self, tokens: np.ndarray, rows: np.ndarray, memory: dict[str, np.ndarray], cache: dict[str, Any] | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """See `raycap_onnx.search.Step`. The cache remains with onnxruntime, which saves copies."""
-        if cache is None:  # empty: sizes that grow have names
+        """One step (`raycap_onnx.search.Step`). The cache stays in onnxruntime's memory, which saves copies."""
+        if cache is None:  # before the first step, the sizes that grow, which have names, are 0
             cache = {}
             for name, each in self._cache.items():
                 sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])

@@ -1,4 +1,4 @@
-"""What describes a captioner: files that are read with limits, and words. Both may come from a stranger."""
+"""Reads files within limits, checks values, and joins words. Everything that is read may come from a stranger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class CaptionerError(ValueError):
-    """A folder, a setting or an image that cannot be used, in one sentence."""
+    """A folder, a setting or an image cannot be used. The message is one sentence."""
 
 
 def one_line(error: Exception) -> str:
@@ -26,14 +26,14 @@ def require_number(value: object, name: str, least: int, most: int) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number, also as float32."""
+    """True for a number that is finite as float32."""
     return type(value) in (int, float) and abs(value) < 1e30
 
 
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises CaptionerError."""
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        if path.exists() and not path.is_file():  # opening a named pipe would never return
             raise CaptionerError(f"{path}: it is not a file")
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -55,10 +55,11 @@ def read_json(path: Path, limit: int) -> Any:
 
 @dataclass
 class Words:
-    """The text of each token, how texts are joined (see docs/export.md), and the ids of special tokens.
+    """The words of a captioner.
 
-    open_endings: the ids of words that need another word after them. without_space: the ids of tokens that have no
-    space beside them, where texts are joined as "scripts". Raises CaptionerError for other values.
+    words: the text of each token. joining: "spaces", "scripts" or "bytes", as `pipeline/serving/export.py` describes.
+    sos, eos, pad, unk: ids of special tokens. open_endings: ids of words that need another word after them.
+    without_space: ids of tokens without spaces before and after them. Raises CaptionerError for other values.
     """
 
     words: list[str]
@@ -78,12 +79,12 @@ class Words:
         self.without_space = frozenset(self.without_space)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The caption's text, without special tokens except UNK."""
+        """The text of a caption. UNK is the only special token that appears in it."""
         ids = [index for index in ids if index not in (self.sos, self.eos, self.pad)]
         texts = [self.words[index] for index in ids]
         if self.joining == "spaces":
             return " ".join(texts)
-        if self.joining == "bytes":  # bytes that are no valid text are left out
+        if self.joining == "bytes":  # the decoder leaves out bytes that are no valid UTF-8
             decoder = codecs.getincrementaldecoder("utf-8")("ignore")
             parts = [decoder.decode(text.encode("latin-1", "ignore")) for text in texts]
             return "".join([*(part.lstrip() for part in parts[:1]), *parts[1:]])

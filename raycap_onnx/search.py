@@ -15,18 +15,19 @@ from raycap_onnx.description import CaptionerError, Words, is_number, require_nu
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
-# Log-probabilities (B, K, V) after one more token (B, K) per beam, and the new cache; from the tokens, the rows (B, K)
-# of the cache that the beams continue, the images' memory, and the cache, which is None at first.
+# A step of the decoder. It takes the newest tokens (B, K) of the beams, the rows (B, K) of the cache that the beams
+# continue, the encoder's result, and the cache, which is None before the first step. It returns the log-probabilities
+# (B, K, V) of the words after the tokens, and the new cache.
 Step = Callable[[np.ndarray, np.ndarray, dict[str, Any], Any], tuple[np.ndarray, Any]]
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search and its rules, as `evaluation` and `evaluation.decoding` of raycap's configurations describe them.
+    """The search and its rules. The sections `evaluation` and `evaluation.decoding` of raycap describe the values.
 
-    ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length and min_length
-    count SOS and EOS. max_positions: the largest max_length that the model takes. Raises CaptionerError for values that
-    no search has, and for drawn captions (`sampling`) and groups of beams.
+    ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length, min_length: of
+    captions with SOS and EOS. max_positions: the largest max_length that the model takes. Raises CaptionerError for
+    values out of range, and for kinds of search that this package lacks: `sampling` and groups of beams.
     """
 
     beam_size: int
@@ -54,7 +55,7 @@ class Search:
             raise CaptionerError(f"ranking is {self.ranking!r:.80}; it must be mean, sum or a number")
 
     def divisor(self, lengths: np.ndarray) -> np.ndarray:
-        """By what the sums of log-probabilities of captions with these lengths are divided to rank them."""
+        """The numbers that divide the log-probabilities of captions with these lengths before they are ranked."""
         if self.ranking == "mean":
             return lengths.astype(np.float32)
         if self.ranking == "sum":
@@ -67,16 +68,16 @@ def beam_search(
 ) -> list[tuple[list[int], float]]:
     """The tokens of the best caption of each image, with SOS and EOS, and the sum of their log-probabilities.
 
-    Finished images leave the batch when they are at least half of it.
+    When at least half of the images are finished, these leave the batch.
     """
     num_images, num_beams = len(next(iter(memory.values()))), search.beam_size
     tokens = np.full((num_images, num_beams, search.max_length), words.pad, np.int64)
     tokens[:, :, 0] = words.sos
     log_probs, ended = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape[:2], bool)
     scores = np.full(ended.shape, -np.inf, np.float32)
-    scores[:, 0] = 0.0  # all beams are equal: only the first one is extended
+    scores[:, 0] = 0.0  # All beams of an image are equal at first, so that only the first one may be continued.
     images, cache = np.arange(num_images), None
-    new, rows = tokens[:, :1, 0], images[:, None]  # all beams start alike: in the first step an image has one
+    new, rows = tokens[:, :1, 0], images[:, None]  # so the first step computes one beam per image
     for position in range(1, search.max_length):
         offered, cache = step(new, rows, memory, cache)
         num_rows = offered.shape[1]  # per image
@@ -103,10 +104,10 @@ def beam_search(
 def _continued(
     log_probs: np.ndarray, scores: np.ndarray, ended: np.ndarray, pad: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The K best continuations of each image's beams, from the log-probabilities (B, K, V) of words after them.
+    """The K best continuations of each image's beams.
 
-    scores, ended: of the beams (B, K). The results are (B, K): the beam that is continued, its new word, the word's
-    log-probability and the new score.
+    log_probs: (B, K, V) of the words after each beam. scores, ended: of the beams (B, K). Four arrays (B, K) are
+    returned: the beam that is continued, its new word, the word's log-probability, and the new score.
     """
     num_images, num_beams, num_words = log_probs.shape
     offered = min(num_beams, num_words)
@@ -115,7 +116,7 @@ def _continued(
     order = np.argsort(-value, -1, kind="stable")
     word, value = (np.take_along_axis(each, order, -1) for each in (word, value))
     value[ended], word[ended] = -np.inf, pad
-    value[ended, 0] = 0.0  # an ended beam is one candidate and keeps its score
+    value[ended, 0] = 0.0  # an ended beam has one continuation, PAD, which keeps its score
     sums = (scores[:, :, None] + value).reshape(num_images, -1)
     chosen = np.argsort(-sums, -1, kind="stable")[:, :num_beams]
     flat = (each.reshape(num_images, -1) for each in (word, value, sums))
@@ -124,9 +125,9 @@ def _continued(
 
 
 def _restricted(log_probs: np.ndarray, tokens: np.ndarray, search: Search, words: Words) -> np.ndarray:
-    """The log-probabilities (B, K, V) of the words after `tokens` (B, K, t), with -inf for forbidden words.
+    """Sets the log-probabilities (B, K, V) of forbidden words after `tokens` (B, K, t) to -inf.
 
-    EOS is allowed where every word would be forbidden.
+    If every word is forbidden, EOS is allowed.
     """
     length = tokens.shape[-1]
     forbidden = np.zeros(log_probs.shape, bool)

@@ -13,7 +13,7 @@ from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 
-OPSETS = range(18, 24)  # that the exporter of PyTorch and onnxruntime know
+OPSETS = range(18, 24)  # known to PyTorch's exporter and to onnxruntime
 REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.processor import prepare_processor
 
-A100_HOURS = 60  # the paper's own recipe on one A100, Table VII
+A100_HOURS = 60  # the paper's time for its recipe on one A100 (Table VII)
 BY_NAME = {part.__name__: part for part in PARTS}
 COLUMNS = "{:<12}{:<46}{:<10}{:>9}{:>10}{:>7}{:>7}"
 
@@ -64,8 +64,8 @@ def bench_gpu(
                 print(line_of(rows[-1]), flush=True)
             except Exception as error:  # the other cases are still worth their time
                 print(f"{part:<12}{name}: failed: {type(error).__name__}: {one_line(error)}", flush=True)
-            gc.collect()  # the models of the last row, before the next one is made
-            torch._dynamo.reset()  # what the last row has compiled
+            gc.collect()  # frees the models of this row before the next ones are made
+            torch._dynamo.reset()  # frees what this row has compiled
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -90,7 +90,7 @@ def line_of(row: Row) -> str:
 
 
 def recipe_line(rows: Iterable[Row], scale: Scale) -> str:
-    """The hours of the whole recipe: the fastest row of each stage, and extraction and decoding at their fastest."""
+    """A sentence with the hours of the whole recipe, from the fastest row of each stage, extraction and decoding."""
     fastest: dict[str, Row] = {}
     for row in sorted(rows, key=lambda row: row.per_second):
         fastest[row.case.split(",")[0]] = row
@@ -98,7 +98,7 @@ def recipe_line(rows: Iterable[Row], scale: Scale) -> str:
         return f"the whole recipe cannot be estimated without {', '.join(missing)}"
     stages = [fastest[stage.name] for stage in STAGES]
     hours = {f"{row.case} {row.precision}": row.hours for row in stages}
-    # before each frozen stage the features of all 123,287 images; after each of the 20 epochs captions of 5,000 images
+    # Features of all 123,287 images are computed twice, and 5,000 images are captioned after each of the 20 epochs.
     for name, images in ((scale.backbone.name, 2 * 123_287), (BEAM, 20 * 5000)):
         if name in fastest:
             hours[name] = images / fastest[name].per_second / 3600

@@ -17,10 +17,10 @@ Result = TypeVar("Result")
 
 
 def measure(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """The seconds of a call after two others, and the peak of allocated memory in GiB.
+    """The seconds of a call, and the peak of allocated memory in GiB.
 
-    The seconds are the median of groups of calls. A GPU is awaited after each group. On a CPU, which only rehearses, a
-    group is one call.
+    After two calls that are not measured, groups of calls are timed, and their median counts. The end of each group's
+    work on a GPU is awaited. On a CPU, which only rehearses, a group is one call.
     """
     for _ in range(2):
         timed(call, device)

@@ -50,9 +50,9 @@ REHEARSAL = Scale(  # on a CPU
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. seconds, memory_gib: of a call. count: images (or pairs) per call.
+    """One line of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
 
-    samples: those of the paper's stage; 0 for what is no stage.
+    samples: images or pairs in all epochs of the paper's stage; 0 if the row is no stage.
     """
 
     part: str
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def hours(self) -> float:
-        """The time of the paper's stage at this speed."""
+        """The hours that the paper's stage would take at this speed."""
         return self.samples / self.per_second / 3600
 
 
@@ -77,7 +77,7 @@ Rows = Iterator[tuple[str, Callable[[], Row]]]
 
 
 def training(scale: Scale, device: torch.device) -> Rows:
-    """Steps of the recipe's four stages: each precision, and without checkpointing of activations."""
+    """Steps of the recipe's four stages, in each precision. End-to-end stages also run without checkpointing."""
     for stage in STAGES:
         cases = [replace(stage, precision=precision) for precision in PRECISIONS]
         if stage.end_to_end:
@@ -87,7 +87,7 @@ def training(scale: Scale, device: torch.device) -> Rows:
 
 
 def compiled(scale: Scale, device: torch.device) -> Rows:
-    """Steps of the four stages in bfloat16 with compiled layers. The last part, because compiling takes minutes."""
+    """Steps of the four stages in bfloat16 with compiled layers. It is the last part because it takes minutes."""
     for stage in STAGES if device.type == "cuda" else ():
         case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
         yield case.title, partial(training_row, "compiled", case, scale, device)
@@ -101,7 +101,7 @@ def training_row(part: str, case: Case, scale: Scale, device: torch.device) -> R
 
 
 def extraction(scale: Scale, device: torch.device) -> Rows:
-    """Features of Swin and ViT-B from pixels on the processor's side."""
+    """Features of Swin and ViT-B. The pixels are copied from the processor's memory in each call."""
     configs = (scale.backbone, scale.vit)
     for config, batch, precision in product(configs, scale.extraction_batches, PRECISIONS):
         yield f"{config.name} {batch} {precision}", partial(extraction_row, config, batch, precision, device)
@@ -125,7 +125,7 @@ def extraction_row(config: BackboneConfig, batch: int, precision: str, device: t
 
 
 def decoding(scale: Scale, device: torch.device) -> Rows:
-    """Beam search and sampling from features, to 20 tokens. A CPU cannot capture a graph."""
+    """Beam search and sampling from features, to 20 tokens. Only a GPU can run the search as a graph."""
     kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
     for batch, kind, precision in product(scale.decoding_batches, kinds, PRECISIONS):
         yield f"{kind} {batch} {precision}", partial(decoding_row, kind, batch, precision, scale, device)
@@ -166,7 +166,7 @@ def endless_model(scale: Scale, device: torch.device) -> CaptionModel:
 
 
 def products(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """A context in which products have this precision."""
+    """A context in which matrix products and convolutions are computed in this precision."""
     if precision == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return float32_products(precision) if device.type == "cuda" else nullcontext()

@@ -59,8 +59,8 @@ class Scale:
 class Case:
     """A training step on `images` images.
 
-    captions: their number per image in cross entropy. samples: the number of samples in all epochs of the paper's
-    stage.
+    objective: "cross_entropy" or "scst". captions: per image, in cross entropy. samples: images or pairs in all epochs
+    of the paper's stage.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The name of the case and what differs from its stage."""
+        """The name of the stage, and how its step is computed."""
         parts = [self.name]
         if self.end_to_end:
             parts.append("checkpointing" if self.checkpointing else "all activations kept")
@@ -84,9 +84,9 @@ class Case:
 
 
 def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> Callable[[], None]:
-    """A function that trains on the same random batch in each call: forward, backward and update.
+    """A function that makes one training step: forward, backward and update. Each call has the same random batch.
 
-    On a GPU it does not wait for the end of the step, and the batch is copied there in each call.
+    On a GPU, each call copies the batch there, and does not wait for the end of the step.
     """
     torch.manual_seed(0)
     sizes = scale.sizes
@@ -123,7 +123,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
 
 
 def _random_batch(case: Case, scale: Scale) -> Batch:
-    """Pixels or features as a store has them, and captions that all have `scale.words` words."""
+    """Random pixels, or features in the precision of a feature store, and captions of `scale.words` words."""
     side, sizes = scale.backbone.image_size, scale.sizes
     if case.end_to_end:
         features = Features(torch.randint(256, (case.images, side, side, 3), dtype=torch.uint8))
