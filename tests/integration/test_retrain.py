@@ -39,7 +39,7 @@ def test_without_new_data_nothing_is_done_and_no_image_is_read(world: World, mon
 def test_a_storage_without_conditional_writes_is_refused(
     tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes would both get the lease."""
+    """With such a storage two processes would get the lease."""
     world = World(tmp_path, s3)
     world.begin()
     monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(io.BytesIO(data), len(data)))
@@ -240,7 +240,7 @@ def test_a_rollback_fences_out_a_running_retraining(world: World) -> None:
 
 
 def test_without_champion_json_nothing_is_deleted_or_overwritten(world: World) -> None:
-    """Also when lease.json is gone, and also by the calls after the next one."""
+    """lease.json is gone as well, and the command is called three times."""
     first(world)
     world.add("train", 20, range(3, 8))
     world.call()
