@@ -27,7 +27,7 @@ from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
-from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
+from raycap.pipeline.evaluation.reports.pictures import draw_word_maps
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
 from raycap.pipeline.runtime.processor import prepare_processor
@@ -384,7 +384,7 @@ def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
 
 
 def _draw_words(path: Path, name: str, service: CaptionService, caption: str, head: int | None) -> Values:
-    """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
+    """Draws the attention and attribution of each word to `path`.
 
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
@@ -395,9 +395,6 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str, he
     assert explanation.attribution is not None
     maps = {"attention": explanation.attention, "attribution": explanation.attribution}
     draw_word_maps(path, image, explanation.words, maps, explanation.grid)
-    clusters = service.clusters(pixels, caption)
-    if clusters is not None:
-        draw_clusters(path.with_name(f"{path.stem}-clusters.png"), image, explanation.words, clusters)
     return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
 
 

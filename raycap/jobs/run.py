@@ -238,11 +238,9 @@ class RunDriver:
             scores = self._score(by_stage)
             keep_results(scores, {key: round(value, 4) for key, value in scores.flat().items()}, decorations)
         with self._timed("report"), decorations.making("the report"):
-            self._start_ray("captions")
             page = report(
                 scores,
-                self.config,
-                decorations,
+                self.config.storage.options,
                 title=self.config.name,
                 run_id=folder.run_id,
                 pictured=self.config.data.test_splits,

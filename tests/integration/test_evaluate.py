@@ -31,12 +31,6 @@ from tests.support.golden import import_expansionnet as imported
 from tests.unit.score_inputs.test_encoders import write_tiny_clip
 
 
-@pytest.fixture
-def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heat maps take most of the time of an evaluation."""
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", lambda images, *_, **__: list(images))
-
-
 def configuration(folder: Path) -> Path:
     """Writes a data set and a configuration."""
     write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
@@ -60,7 +54,7 @@ def scores(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.ray
 def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
-    tmp_path: Path, ray_session: None, log_lines: list[str], no_maps: None
+    tmp_path: Path, ray_session: None, log_lines: list[str]
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
@@ -85,7 +79,7 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
 
 
 @pytest.mark.ray
-def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_session: None, no_maps: None) -> None:
+def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_session: None) -> None:
     """With several captions per image, and with the images themselves."""
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
@@ -120,7 +114,7 @@ def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
 
 @pytest.mark.ray
 def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_references(
-    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str], no_maps: None
+    tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
     """The shipped data file with few images: every image once, in the form that COCO's server takes."""
     coco_file(tmp_path / "coco", "test2014", range(1, 6), captions=False)
@@ -141,7 +135,7 @@ def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_referen
 
 
 @pytest.mark.ray
-def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None, no_maps: None) -> None:
+def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     settings = ["evaluation.num_results=3", "evaluation.beam_size=3"]
     published = [*settings, "evaluation.ranking=sum", "evaluation.collapse_repeats=true"]

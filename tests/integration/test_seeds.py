@@ -92,10 +92,8 @@ def configuration(folder: Path) -> Path:
 
 @pytest.mark.ray
 def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
-    tmp_path: Path, ray_session: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ray_session: None, log_lines: list[str]
 ) -> None:
-    # they take most of the time
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", lambda images, *_, **__: images)
     config, out = configuration(tmp_path), tmp_path / "out"
     bundles = [str(make_bundle(tmp_path / f"bundle-{number}", seed=number)) for number in range(4)]
     assert evaluate(config, models=bundles[:2], seeds=2, compared=bundles[2:], out=str(out)) == 0

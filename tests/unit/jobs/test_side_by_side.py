@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import raycap.pipeline.evaluation.evaluate
-import raycap.pipeline.evaluation.reports.report
 from raycap.jobs.compare import compare_models
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from tests.conftest import small_config, write_karpathy
@@ -58,7 +57,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "score_captions", scored)
     monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "caption_on_cluster", Captioning())
     monkeypatch.setattr(raycap.pipeline.evaluation.evaluate, "start_ray", lambda *_: None)
-    monkeypatch.setattr(raycap.pipeline.evaluation.reports.report, "add_maps", lambda images, *_, **__: list(images))
 
 
 def test_three_models_side_by_side(tmp_path: Path, bundles: list[str], config: Path, log_lines: list[str]) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
 from raycap.models.explain.attribution import STEPS, Attribution, cross_attention, integrated_gradients
-from raycap.models.explain.cluster_groups import Clusters, find_clusters
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -204,12 +203,6 @@ class CaptionService:
             with torch.no_grad():
                 features = captioner.features(Features(pixels[None].to(self.device)))
             return integrated_gradients(captioner.model, features, ids).head(count)
-
-    def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
-        """The clusters of one image (3, H, W) and a caption's words; None for a model without clusters."""
-        captioner, ids = self.bundle.captioner, self._ids(caption)[:-1]
-        with self._computing, torch.no_grad():
-            return find_clusters(captioner.model, captioner.features(Features(pixels[None].to(self.device))), ids)
 
     def _ids(self, caption: str) -> Tensor:
         """The ids (T,) of SOS, the caption's tokens and EOS."""
