@@ -98,13 +98,6 @@ def caption_stream(
             yield _text(row["name"]), json.loads(row["found"])
 
 
-def fastest_precision(model: ModelSource, search: Values, gpus: float | None) -> str:
-    """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
-    prepare_processor()
-    device = None if gpus is None else device_for(gpus).type
-    return CaptionService(model.load(), device=device, **search).precision
-
-
 def _text(name: bytes) -> str:
     """The name of an image, which blocks hold as bytes."""
     return name.decode(errors="surrogatepass")
