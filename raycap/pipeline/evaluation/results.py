@@ -240,15 +240,12 @@ class SplitScores:
             "unreadable": self.unreadable,
             "alignment": self.alignment,
             "constraints": self.constraints and self.constraints._asdict(),
-            **self.scores_to_json(),
             "published": rows,
         }
+        if self.scores is not None:
+            of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
+            entry |= self.scores.to_json() | of_images
         return entry if self.quality is None else entry | {"confidence": self.quality.to_json()}
-
-    def scores_to_json(self) -> Values:
-        """The part of the entry that needs references; {} without scores."""
-        of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
-        return {} if self.scores is None else self.scores.to_json() | of_images
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""

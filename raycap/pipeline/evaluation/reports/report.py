@@ -8,13 +8,12 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html, write_report
@@ -37,22 +36,17 @@ def report(
     title: str,
     run_id: str,
     pictured: Sequence[str],
-    compared: SplitScores | None = None,
 ) -> Report:
     """The page of an evaluation: scores, quality of the confidence, and captioned pictures.
 
     options: of the images' storage. run_id: names the model; it also decides which pictures a long page shows.
-    pictured: the splits with pictures. compared: the scores of another model on the only pictured split. Its captions
-    are shown beside those of the first model.
+    pictured: the splits with pictures.
     """
-    results = [*scores.splits, *([] if compared is None else [compared])]
-    columns, rows = score_table(results, with_alignment=True)
+    columns, rows = score_table(scores.splits, with_alignment=True)
     for each in scores.splits:
         rows += published_table(columns, each.published)
     images = [
-        image
-        for split in pictured
-        for image in report_images(scores[split], scores.inputs.images[split], options, compared)
+        image for split in pictured for image in report_images(scores[split], scores.inputs.images[split], options)
     ]
     return Report(
         title=title,
@@ -210,23 +204,14 @@ def write_results(
     settings: RunConfig,
     *,
     label: str,
-    compared: Scores | None = None,
 ) -> None:
     """Logs the scores of a model, and writes its scores and pages. Stores its confidence in its bundle.
 
-    label: names the model. compared: the scores of another model on the same splits.
-    Raises JobFailedError if the two models have captioned other images.
+    label: names the model.
     """
     content, decorations = scores.to_json(), Decorations()
-    others: dict[str, SplitScores] = {}
     for each in scores.splits:
         _log_scores(each)
-        if compared is None or each.scores is None:
-            continue
-        others[each.split] = other = compared[each.split]
-        differences = {name: asdict(gap) for name, gap in compare([each], [other]).items()}
-        entry = {"differences": differences, "images": len(each.captions)}
-        content["splits"][each.split]["compared"] = other.scores_to_json() | entry
     if len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
@@ -234,7 +219,7 @@ def write_results(
     for each in scores.splits:
         if each.scores is None:
             continue
-        split, shown = each.split, others.get(each.split)
+        split = each.split
         with decorations.making(f"the report of {split}"):
             page = report(
                 scores.of(split),
@@ -242,7 +227,6 @@ def write_results(
                 title=f"{label} on {split}",
                 run_id=label,
                 pictured=[split],
-                compared=shown and replace(shown, split=f"{split}, the other"),
             )
             metadata = {"models": models, "images": f"{split} {len(each.images)}"}
             write_report(folder.path / f"report-{split}.html", replace(page, metadata=metadata))
