@@ -178,7 +178,7 @@ class Request:
             raise UserError(
                 f"--model {self.opened.location}: this bundle has no backbone, it captions a detector's region "
                 "features or stored grid features and not images; caption a split with `raycap evaluate` and "
-                "features.hdf5 or --features, or, for grid features, import it again with --backbone"
+                "features.hdf5, or, for grid features, import it again with --backbone"
             )
         if self.num_results > settings.beam_size and not settings.decoding.sampling:
             raise UserError(f"--n-best {self.num_results}: expected 1 to the beam's size, {settings.beam_size}")

@@ -47,7 +47,6 @@ def compare_models(
     config: Annotated[Path, typer.Option(help="The YAML file that names the images.", callback=named_config)],
     set_: Set = None,
     split: Annotated[str | None, typer.Option(help="The default is the first of data.test_splits.")] = None,
-    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The output folder, also on S3.")] = None,
     address: Address = None,
 ) -> int:
@@ -65,16 +64,16 @@ def compare_models(
     if out is not None:
         check_output_place("-o", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    options = find_options(run_config, features)
-    bundles = find_bundles("MODEL", models, run_config, options)
+    options = find_options(run_config)
+    bundles = find_bundles("MODEL", models, run_config)
     split = split or run_config.data.test_splits[0]
-    images, training = find_images(run_config, [split])
+    images = find_images(run_config, [split])
     if not any(images[split].references().values()):
         raise UserError(f"--split {split} has no reference captions; name a split with references")
     settings = common_settings(run_config, bundles)
     name = group_id(run_config.name, [*map(str, bundles), split])
     folder = ResultsFolder.of(run_config, "", out or str(run_config.storage_place / f"comparisons/{name}"))
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([[bundle] for bundle in bundles])
     with folder.writing():
         labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}

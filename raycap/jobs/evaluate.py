@@ -67,7 +67,6 @@ def evaluate(
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
     data: Data = None,
     compared: Compared = None,
-    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
@@ -88,14 +87,14 @@ def evaluate(
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    options = find_options(evaluated_config, features, constraints)
-    bundles = find_bundles("--model", models or (), evaluated_config, options)
-    others = find_bundles("--compare", compared or (), evaluated_config, options)
+    options = find_options(evaluated_config, constraints)
+    bundles = find_bundles("--model", models or (), evaluated_config)
+    others = find_bundles("--compare", compared or (), evaluated_config)
     labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
     chosen = splits or evaluated_config.data.test_splits
     if not bundles:
         _require_run(run_config, evaluated_config, stage, chosen)
-    images, training = find_images(evaluated_config, chosen)
+    images = find_images(evaluated_config, chosen)
     if not bundles:
         configs = seed_configs(run_config, seeds)
         bundles, kept_config = _run_bundles(configs, stage)
@@ -108,7 +107,7 @@ def evaluate(
     label, name = _label(run_config, bundles, others, one_by_one=one_by_one)
     folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
     settings = common_settings(evaluated_config, bundles, others)
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([*systems, *([other] for other in others)])
     with folder.writing():
         if one_by_one or others:
@@ -128,22 +127,18 @@ def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
 
 
-def find_options(config: RunConfig, features: str | None, constraints: Path | None = None) -> Options:
+def find_options(config: RunConfig, constraints: Path | None = None) -> Options:
     """The options of an evaluation, after a check of the storage and of all files that it reads. Raises UserError.
 
-    features: the option --features. constraints: the option --constraints, or else the file of the configuration, which
-    is for its test splits only.
+    constraints: the option --constraints. Without it, the configuration's file holds for its test splits only.
     """
     check_storage(config)
     file = constraints or config.evaluation.constraints
     if file is not None:
         read_constraints(Path(file))
     check_score_inputs(config)
-    place = None if features is None else storage_path(features, config.storage.options)
-    if place is not None and next(iter(place.walk()), None) is None:
-        raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
     unconstrained = () if constraints else (config.data.val_split,)
-    return Options(constraints=None if file is None else Path(file), unconstrained=unconstrained, features=place)
+    return Options(constraints=None if file is None else Path(file), unconstrained=unconstrained)
 
 
 @dataclass(frozen=True)
@@ -281,24 +276,24 @@ def exit_code(every: Sequence[Scores]) -> int:
     return 1 if num_failed else 0
 
 
-def find_bundles(option: str, models: Sequence[str], config: RunConfig, options: Options) -> list[StoragePath]:
+def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[StoragePath]:
     """The bundles that an option names. Raises UserError for one that cannot be loaded or lacks its features."""
     found = []
     for model in models:
         opened = open_bundle(option, model, config.storage.options)
-        if opened.bundle.transform is None and options.features is None and config.has_backbone:
+        if opened.bundle.transform is None and config.has_backbone:
             raise UserError(
-                f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
-                "regions as features.hdf5"
+                f"{option} {model}: this bundle has no backbone; give its regions as features.hdf5, or, for grid "
+                "features, import it again with --backbone"
             )
         found.append(opened.location)
     return found
 
 
-def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
-    """The images of each split, also those without references, and the training images. Raises UserError."""
+def find_images(config: RunConfig, splits: Sequence[str]) -> dict[str, Dataset]:
+    """The images of each split, also those without references. Raises UserError."""
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
+    return images_by_split(dataset, splits)
 
 
 def _label(

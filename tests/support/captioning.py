@@ -39,7 +39,7 @@ class Captioning:
         source = bundle.transform if store is None else store
         assert source is not None
         inputs = Images(images, source, max_pixels=10**6, threads=1, options=config.storage.options)
-        search = CaptionSearch(config.evaluation, bundle.vocabulary, with_values, True, with_values)
+        search = CaptionSearch(config.evaluation, bundle.vocabulary, with_values, skip_unreadable=True)
         found, begin = {}, time.monotonic()
         context = LocalContext(torch.device("cpu"))
         for hypotheses, unreadable in caption_batches([bundle.captioner], [inputs], search, context, constraints):

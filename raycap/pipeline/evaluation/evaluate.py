@@ -93,17 +93,13 @@ class Inputs:
 class Options:
     """What an evaluation may be given besides bundles, images and settings.
 
-    training: the images whose captions the model has learned, for the share of captions seen in training. constraints:
-    a file of words that captions must contain, except in the splits `unconstrained`. features: the folder of a feature
-    store, for bundles without a backbone. metrics: only these are computed, without alignment and confidence.
-    captions: those of an earlier attempt. keep: is called with new captions before they are scored, which can take long
-    or fail.
+    constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: only these
+    are computed, without alignment and confidence. captions: those of an earlier attempt. keep: is called with new
+    captions before they are scored, because scoring can take long or fail.
     """
 
-    training: Dataset | None = None
     constraints: Path | None = None
     unconstrained: Sequence[str] = ()
-    features: StoragePath | None = None
     metrics: tuple[str, ...] = ()
     captions: SplitCaptions | None = None
     keep: Callable[[SplitCaptions], None] | None = None
@@ -125,7 +121,7 @@ def evaluate(
     settings = with_search_precision(common_settings(settings, bundles), address)
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
-    inputs = find_inputs(bundles, images, settings, address, options.features)
+    inputs = find_inputs(bundles, images, settings, address)
     captioned = Captioned({split: {} for split in images}, 0.0)
     if options.captions is None:
         captioned = _captioned(bundles, inputs, settings, address, automata, options)
@@ -238,11 +234,10 @@ def caption_scores(
     *,
     language: str | None = None,
     several: Mapping[Any, Sequence[str]] | None = None,
-    training: Dataset | None = None,
 ) -> MetricScores | None:
     """The scores of captions of images by these metrics; None if no image has both references and a caption.
 
-    several, training: see `ScoreInputs` and `Options`. language: None for that of the settings.
+    several: see `ScoreInputs`. language: None for that of the settings.
     """
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
@@ -256,7 +251,6 @@ def caption_scores(
         references,
         {image: captions[image] for image in references},
         metrics=metrics,
-        training_captions=training.texts() if training is not None and training.num_captions else None,
         language=language,
         inputs=inputs,
     )
@@ -280,7 +274,6 @@ def _scored(
         settings,
         language=protocol.language,
         several=result.several,
-        training=options.training,
     )
     hits: dict[int, bool] = {}
     if scores is not None and data.synthetic is not None:
@@ -311,17 +304,13 @@ def images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Datase
 
 
 def find_inputs(
-    bundles: Sequence[StoragePath],
-    images: Mapping[str, Dataset],
-    settings: RunConfig,
-    address: str | None,
-    features: StoragePath | None = None,
+    bundles: Sequence[StoragePath], images: Mapping[str, Dataset], settings: RunConfig, address: str | None
 ) -> Inputs:
     """The inputs of bundles, and the extraction or import of the features that the storage lacks.
 
     A bundle with a backbone captions its stored features, and pixels if `features.store` is `never`. The features are
-    those of a run that has not trained this backbone. A bundle without a backbone captions `features`, or else the
-    regions of `features.hdf5`. Images without features of one bundle are captioned by none.
+    those of a run that has not trained this backbone. A bundle without a backbone captions the regions of
+    `features.hdf5`. Images without features of one bundle are captioned by none.
     """
     table = pa.concat_tables([part.table for part in images.values()])
     ids = {split: part.column("image_id") for split, part in images.items()}
@@ -330,20 +319,16 @@ def find_inputs(
     has_backbone = [read_bundle_config(fetched(bundle)).get("backbone") is not None for bundle in bundles]
     stores: list[StoragePath | None] = [None] * len(bundles)
     unreadable, missing = dict[str, str](), dict[str, str]()  # reasons, by URI and by content key
-    if not settings.has_backbone and features is None:
+    if not settings.has_backbone:
         every = every.keyed_by_id()
         if not all(has_backbone):
             regions, missing = import_regions(every, settings)
             stores = [None if has else regions for has in has_backbone]
-    else:
-        stores = [None if has else features for has in has_backbone]
-        if settings.has_backbone and settings.features.store != "never":
-            for number in np.flatnonzero(has_backbone).tolist():
-                every, extracted = _extracted(bundles[number], every, settings, address, unreadable)
-                stores[number] = extracted.store
-                missing |= extracted.missing
-        if any(stores) and every.table["key"].null_count == len(every):
-            every, unreadable = snapshot_of(every, settings)
+    elif settings.features.store != "never":
+        for number in np.flatnonzero(has_backbone).tolist():
+            every, extracted = _extracted(bundles[number], every, settings, address, unreadable)
+            stores[number] = extracted.store
+            missing |= extracted.missing
     usable = (every.readable() if any(stores) else every).without([*missing])
     left_out = set(every.column("image_id")) - set(usable.column("image_id"))
     named = zip(*(every.column(name) for name in ("image_id", "uri", "key")), strict=True)

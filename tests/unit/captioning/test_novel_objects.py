@@ -61,7 +61,7 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     settings = EvaluationSection(beam_size=3, max_length=9, batch_size=2, num_results=2)
     wanted = {2: ImageConstraints((("mat",), ("red cat", "sits"))), 5: ImageConstraints((("the",),))}
     automata = build_automata(wanted, WORDS, "c")
-    search = CaptionSearch(settings, WORDS, with_alignment=True)
+    search = CaptionSearch(settings, WORDS)
     plain, _ = caption_split([bundle.captioner], [images], search, WHOLE)
     found, _ = caption_split([bundle.captioner], [images], search, WHOLE, automata)
     for image in (1, 3, 4):

@@ -108,7 +108,7 @@ def _caption_shard(
     from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
 
     captioner = TaskCaptioner(models, config)
-    search = CaptionSearch(config.evaluation, captioner.vocabulary, with_values, True, with_values)
+    search = CaptionSearch(config.evaluation, captioner.vocabulary, with_values, skip_unreadable=True)
     context = captioner.context
     context.world_rank, context.world_size = rank, config.workers.num_workers
     for name, (images, constraints) in splits.items():

@@ -56,18 +56,16 @@ Hypotheses = dict[int, list[RankedCaption]]  # by image id, best first
 class CaptionSearch:
     """The settings of a search for captions.
 
-    with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
-    skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first. A request
-        that the storage refuses or does not answer is raised in any case, because the image is not at fault.
-    with_signals: compute the signals of each best caption, which takes one more decoder pass over its first tokens.
-        Ensembles and captions with constraints have none.
+    with_values: compute the alignment and the signals of each best caption. This takes one decoder pass per batch, and
+        another one over the first tokens. Ensembles have neither, and captions with constraints have no signals.
+    skip_unreadable: report images that cannot be read. Without it, the first of them raises BadImage or OSError.
+        Requests that the storage refuses or does not answer always raise, because the image is not at fault.
     """
 
     settings: EvaluationSection
     vocabulary: Vocabulary
-    with_alignment: bool = False
+    with_values: bool = True
     skip_unreadable: bool = False
-    with_signals: bool = True
 
 
 def caption_images(
@@ -86,7 +84,7 @@ def caption_images(
     was_training = captioner.training
     shard_size = len(_shard(images, context))
     best: dict[int, RankedCaption] = {}
-    search = CaptionSearch(settings, vocabulary, with_signals=False)
+    search = CaptionSearch(settings, vocabulary, with_values=False)
     for hypotheses, _ in caption_batches([captioner], [images], search, context):
         best |= {image: ranked[0] for image, ranked in hypotheses.items()}
         report(len(best) / shard_size)
@@ -170,11 +168,11 @@ def _caption_batch(
         memories = [model.encode(on_device(each.load(rows), device, transform=each.transform)) for model, each in pairs]
         automata = [constraints.get(image) for image in image_ids]
         captions, satisfied = _search(models, memories, search, image_ids, automata, graphs)
-        if search.with_alignment and len(models) == 1:
-            alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
         signals: list[tuple[float, ...]] = [()] * len(rows)
-        if search.with_signals and len(models) == 1 and not constraints:
-            signals = best_signals(models[0].model, memories[0], captions)
+        if search.with_values and len(models) == 1:
+            alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
+            if not constraints:
+                signals = best_signals(models[0].model, memories[0], captions)
     log_probs = captions.log_probs.sum(-1)
     hypotheses: Hypotheses = {image: [] for image in image_ids}
     for row, image in enumerate(image_ids):
