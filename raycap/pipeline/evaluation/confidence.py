@@ -255,25 +255,19 @@ class Quality:
     bins: tuple[Bin, ...]
     risks: tuple[Risk, ...]  # by coverage
 
-    @property
-    def is_monotone(self) -> bool:
-        """Whether a risk that never falls as the coverage grows fits into all intervals."""
-        highest = np.maximum.accumulate([each.low for each in self.risks])
-        return all(low <= each.high for low, each in zip(highest, self.risks, strict=True))
-
     def __str__(self) -> str:
         part, whole = next(each for each in self.risks if each.coverage >= 0.8), self.risks[-1]
         auroc = "" if self.auroc is None else f", AUROC {self.auroc:.3f}"
         return (
             f"mean {self.mean:.3f}, calibration error {self.calibration_error:.3f} ({len(self.bins)} bins of equal "
             f"size){auroc}, not good {whole.risk:.1%} of all captions and {part.risk:.1%} of the most confident "
-            f"{part.coverage:.0%}" + ("" if self.is_monotone else "; the risk falls where the coverage grows")
+            f"{part.coverage:.0%}"
         )
 
     def to_json(self) -> Values:
         """The entry `confidence` of a split in scores.json."""
         lists = {"bins": [each._asdict() for each in self.bins], "risks": [each._asdict() for each in self.risks]}
-        return asdict(self) | lists | {"is_monotone": self.is_monotone}
+        return asdict(self) | lists
 
 
 def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | None:

@@ -121,36 +121,27 @@ class Explanation:
 
 
 class ConstraintCounts(NamedTuple):
-    """The number of images with constraints, and of those whose caption satisfies all that it must, fewer, or none."""
+    """The number of images with constraints, and the images whose caption satisfies fewer of them than it must."""
 
     images: int
-    all: int
-    some: int
-    none: int
-    not_held: list[int]  # the images whose caption satisfies fewer constraints than it must
+    not_held: list[int]
 
     @classmethod
     def of(
         cls, captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
     ) -> ConstraintCounts | None:
         """Counts the images by their best captions; None if no image has constraints."""
+        satisfied = {image: each.n_best[0].num_satisfied or 0 for image, each in captions.items() if each.n_best}
         required = {
             image: automata[image].num_required
-            for image, each in captions.items()
-            if image in automata and each.n_best and automata[image].num_required
+            for image in satisfied
+            if image in automata and automata[image].num_required
         }
-        if not required:
-            return None
-        held = {image: captions[image].n_best[0].num_satisfied or 0 for image in required}
-        incomplete = [image for image, number in required.items() if held[image] < number]
-        num_none = sum(number <= 0 for number in held.values())
-        num_all, num_some = len(required) - len(incomplete), len(incomplete) - num_none
-        return cls(len(required), num_all, num_some, num_none, incomplete)
+        not_held = [image for image, number in required.items() if satisfied[image] < number]
+        return cls(len(required), not_held) if required else None
 
     def __str__(self) -> str:
-        return (
-            f"{self.all} of {self.images} captions hold the required constraints, {self.some} fewer, {self.none} none"
-        )
+        return f"{self.images - len(self.not_held)} of {self.images} captions satisfy the required constraints"
 
 
 @dataclass(frozen=True)
