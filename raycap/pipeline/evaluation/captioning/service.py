@@ -10,13 +10,14 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import STEPS, Attribution, cross_attention, integrated_gradients
+from raycap.models.explain.attribution import STEPS, cross_attention, integrated_gradients
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -163,46 +164,32 @@ class CaptionService:
     ) -> Explanation:
         """Where the model looks in one image (3, H, W) for each word of a caption.
 
-        head: as in `attention`. with_attribution: also integrated gradients, which take minutes of a CPU core.
-        Raises UserError for a head that the model lacks, and for too many tokens.
+        head: the number, from 0, of the head whose attention is shown; None for the mean over all heads.
+        with_attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for a head that
+        the model lacks, and for too many tokens.
         """
-        model = self.bundle.captioner.model
+        model, backbone = self.bundle.captioner.model, self.bundle.captioner.backbone
+        assert backbone is not None
         num_heads, most = model.config.num_heads, model.sizes.max_positions - 1
+        ids, words = self._ids(caption), self._words(caption)
+        count = len(ids) - 2  # without SOS and EOS
         if head is not None and not 0 <= head < num_heads:
             raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
-        if len(self._ids(caption)) - 2 > most:
+        if count > most:
             raise UserError(f"caption has more than the {most} tokens that this model explains")
-        backbone, words = self.bundle.captioner.backbone, self._words(caption)
-        assert backbone is not None
         first = backbone.num_prefix_tokens  # image tokens before those of the grid
-        attention = self.attention(pixels, caption, head).float().cpu().numpy()[:, first:]
-        if not with_attribution:
-            return Explanation(caption, words, backbone.grid, attention)
-        attribution = self.attribution(pixels, caption)
-        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
-        shares = attribution.shares().cpu().numpy()[:, first:]
-        return Explanation(caption, words, backbone.grid, attention, shares, STEPS, gap)
-
-    def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
-        """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).
-
-        head: the number of one head, from 0; None for the mean over all heads.
-        """
-        captioner, ids = self.bundle.captioner, self._ids(caption)
-        with self._computing, torch.no_grad():
-            memory = captioner.encode(Features(pixels[None].to(self.device)))
-            by_head = cross_attention(captioner.model, memory, ids[None])[-1, :, 0, : len(ids) - 2]
-        return by_head.mean(0) if head is None else by_head[head]
-
-    def attribution(self, pixels: Tensor, caption: str) -> Attribution:
-        """The contribution of each image token of one image (3, H, W) to the log-probability of each word."""
-        captioner, ids = self.bundle.captioner, self._ids(caption)
-        count = len(ids) - 2  # without SOS and EOS
-        ids = ids[: captioner.model.sizes.max_positions + 1]
         with self._computing:
             with torch.no_grad():
-                features = captioner.features(Features(pixels[None].to(self.device)))
-            return integrated_gradients(captioner.model, features, ids).head(count)
+                features = self.bundle.captioner.features(Features(pixels[None].to(self.device)))
+                by_head = cross_attention(model, model.encode(features), ids[None])[-1, :, 0, :count, first:]
+            attribution = integrated_gradients(model, features, ids).head(count) if with_attribution else None
+        chosen = by_head.mean(0) if head is None else by_head[head]
+        explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
+        if attribution is None:
+            return explanation
+        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
+        shares = attribution.shares()[:, first:].cpu().numpy()
+        return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
 
     def _ids(self, caption: str) -> Tensor:
         """The ids (T,) of SOS, the caption's tokens and EOS."""
