@@ -16,8 +16,8 @@ from raycap.pipeline.serving.host import LoadedModel, load_address
 class Captioner:
     """Captions and explains images with one model; `load` makes it.
 
-    Several threads may use one captioner: they decode images at the same time and take turns with the model. Processes
-    cannot share it; each calls `load`.
+    Several threads may use one captioner. They decode images at the same time and take turns with the model. Processes
+    cannot share a captioner, so each of them calls `load`.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -37,9 +37,10 @@ class Captioner:
         """The captions of each image, in order. An image that cannot be read has `error` and no caption.
 
         images: paths, s3:// URIs, bytes of image files, images of Pillow, or arrays (H, W), (H, W, 3) or (H, W, 4) of
-        uint8. batch_size: images per forward pass; None for 16. num_results: captions per image. beam_size, max_length,
-        search: in place of the model's; search has further keys of the section `evaluation`, such as
+        uint8. batch_size: images per forward pass, by default 16. num_results: captions per image. beam_size and
+        max_length replace those of the model. search: further keys of the section `evaluation`, such as
         {"ranking": "sum"}.
+
         Raises UserError for values that no search takes, and StorageError while a storage does not answer.
         """
         if isinstance(images, str | bytes | bytearray | memoryview | Path) or not isinstance(images, Sequence):
@@ -63,9 +64,12 @@ class Captioner:
     ) -> Explanation:
         """Where the model looks in an image for each word of a caption, as `raycap caption --explain` draws it.
 
-        caption: None for the model's own best caption. head: of the last decoder layer, from 0; None for the mean over
-        all heads. attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for an
-        image that cannot be read, a head that the model does not have, and a caption of too many tokens.
+        caption: by default the model's best caption. head: the number, from 0, of a head of the last decoder layer; by
+        default the mean over all heads. attribution: also compute integrated gradients, which take minutes of a CPU
+        core.
+
+        Raises UserError for an image that cannot be read, a head that the model does not have, and a caption of too
+        many tokens.
         """
         try:
             pixels = self._service.pixels(image, self._options)
@@ -88,9 +92,11 @@ def load(
     """Loads a model.
 
     model: the folder of a bundle, also s3://..., or champion:NAME for the model that `raycap retrain` keeps as the best
-    of the configuration NAME. device: None for a GPU if torch sees one. precision: bfloat16 is faster for large models
-    on hardware that supports it, and changes a few captions; auto measures which is faster. storage: the folder or
-    prefix in which champions are looked up. endpoint_url: of an S3-compatible server; credentials come from the
-    environment. Raises UserError if this is no model that captions images.
+    of the configuration NAME. device: by default a GPU if torch sees one. precision: bfloat16 changes a few captions,
+    and is faster for large models on hardware that supports it; auto measures which is faster. storage: the folder or
+    prefix in which champions are looked up. endpoint_url: the address of an S3-compatible server. Credentials come from
+    the environment.
+
+    Raises UserError if this is no model that captions images.
     """
     return Captioner(load_address(str(model), str(storage), endpoint_url, device=device, precision=precision))

@@ -51,21 +51,12 @@ def check(
 
 def _print_statistics(statistics: Values) -> None:
     """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
-    captions, duplicates = statistics["captions"], statistics["duplicates"]
     _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
-    _print(
-        f"captions     {captions['total']}: {captions['empty']} empty, {captions['huge']} huge, "
-        f"{captions['repeated']} images with a repeated one, {captions['not_text']} not text"
-    )
-    for split, counts in captions["per_image"].items():
+    _print(f"captions     {statistics['captions']}")
+    for split, counts in statistics["captions_per_image"].items():
         _print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
     _print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
-    _print(
-        f"images       {len(statistics['unreadable'])} missing or unreadable; "
-        f"{duplicates['across_splits']} in training and held out, {duplicates['elsewhere']} repeated otherwise"
-    )
-    short_sides = statistics.get("short_side", {})
-    _print("short side   " + ", ".join(f"{name} px: {count}" for name, count in short_sides.items()))
+    _print(f"images       {len(statistics['unreadable'])} missing or unreadable")
     _print(f"fingerprint  {statistics['fingerprint']}")
 
 

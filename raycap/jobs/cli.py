@@ -40,10 +40,9 @@ COMPLETION = "_RAYCAP_COMPLETE"  # a shell that completes a command line sets th
 class Entry:
     """One command of the tables `COMMANDS` and `BENCHMARKS`.
 
-    target: the function, written as module:function.
-    summary: the first sentence of the function's docstring.
-    can_submit: `raycap submit` accepts the command, because a cluster can read all that its arguments name.
-    passes_options_on: the command accepts unknown options, because it passes them to another command.
+    target: the function, written as module:function. summary: the first sentence of its docstring. can_submit:
+    `raycap submit` accepts the command, because a cluster can read all that its arguments name. passes_options_on: the
+    command accepts unknown options, because it passes them to another command.
     """
 
     target: str
@@ -102,7 +101,7 @@ class LazyGroup(TyperGroup):
             self.add_command(TyperCommand(name, short_help=entry.summary, help=entry.summary))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Finds the named command and imports it, because the group contains only placeholders."""
+        """Finds the named command and imports it. Until then the group has a placeholder without options."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in self.table and (self.is_light or COMPLETION not in os.environ):
             command = self.table[name].load(name)
@@ -123,12 +122,12 @@ def main(argv: list[str] | None = None) -> int:
     handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Each line reaches a log file as soon as it is printed. File names that are not UTF-8 are printed escaped.
+            # so that each line is in a log file as soon as it is printed, and that names that are not UTF-8 are escaped
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     forget_all()
     sys.excepthook = _print_traceback
-    if threading.excepthook is threading.__excepthook__:  # otherwise another program has its own hook, such as pytest
+    if threading.excepthook is threading.__excepthook__:  # otherwise another program, such as pytest, has a hook
         threading.excepthook = _print_error_of_thread
     root = root_command()
     if COMPLETION in os.environ:
@@ -140,12 +139,12 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except TyperException as error:  # the command line cannot be parsed
         error.show(text := io.StringIO())  # type: ignore[attr-defined]
-        _print_text(text.getvalue())
+        _print_text(text.getvalue() + _example_of(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print(STOPPED, file=sys.stderr)
         return exit_code()
-    except BrokenPipeError:  # The reader of a pipe, such as `head`, has ended. Python must not write to it at exit.
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended, so that Python must not flush it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -155,6 +154,13 @@ def main(argv: list[str] | None = None) -> int:
         _print_text(f"raycap: {' '.join(str(cause).split())}")
         return 2 if isinstance(cause, UserError) else 1
     return result if isinstance(result, int) else 0
+
+
+def _example_of(error: TyperException) -> str:
+    """The line "Example: ..." of the help of the command whose arguments are wrong; "" if it has none."""
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    example = (getattr(command, "help", None) or "").partition("Example: ")[2]
+    return f"Example: {example.strip()}" if example else ""
 
 
 def _as_command(function: Any, name: str, settings: Values | None = None, *, completes: bool = False) -> Any:
@@ -168,7 +174,7 @@ def _as_command(function: Any, name: str, settings: Values | None = None, *, com
 
 
 def _set_log_level(option: typer.CallbackParam, is_set: bool) -> None:
-    """If --quiet is given, shows warnings only; if --verbose is given, shows details, too."""
+    """With --quiet the terminal shows warnings only, with --verbose also details."""
     if is_set:
         configure_logging(logging.WARNING if option.name == "quiet" else logging.DEBUG)
 
@@ -181,7 +187,7 @@ def _log_levels(
         bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_set_log_level, expose_value=False)
     ] = False,
 ) -> None:
-    """Declares the options that every command and every group accepts. Only their callbacks are called."""
+    """Declares the options that every command and group accepts. Only the callbacks of the options are called."""
 
 
 def _print_version(is_set: bool) -> None:
@@ -198,7 +204,7 @@ def _version(
         ),
     ] = False,
 ) -> None:
-    """Declares an option of `raycap` itself. Only its callback is called."""
+    """Declares an option of `raycap` itself. Only the callback of the option is called."""
 
 
 def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:

@@ -68,7 +68,7 @@ def config(
 def config_schema() -> Values:
     """Pydantic's JSON schema of a run's YAML, with which an editor completes keys, explains them and marks mistakes.
 
-    A file that extends another one may lack any key. Checks across keys are not part of the schema.
+    A file that extends another one may lack any key. The schema does not check keys against each other.
     """
     schema = RunConfig.model_json_schema()
     for section in schema["$defs"].values():

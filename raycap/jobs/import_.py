@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from raycap.jobs.options import Set
 from raycap.models.config import BackboneConfig, ModelConfig, Values
-from raycap.pipeline.config.load import apply_override, parse_given, read_file
+from raycap.pipeline.config.load import apply_override, parse_given
 from raycap.pipeline.config.variables import expand_variables
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import save_bundle
@@ -31,7 +31,6 @@ def import_checkpoint(
     checkpoint: Annotated[Path, typer.Option(help="The upstream checkpoint. It is read as tensors; no code runs.")],
     tokens: Annotated[Path, typer.Option(help="Its vocabulary pickle. Only plain values are read.")],
     out: Annotated[Path, typer.Option(file_okay=False, help="The bundle's folder.")],
-    config: Annotated[Path | None, typer.Option(help="YAML with settings that the checkpoint lacks.")] = None,
     overrides: Set = None,
     backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
     objective: Annotated[
@@ -43,7 +42,7 @@ def import_checkpoint(
 
     Example: raycap import --from expansionnet_v2 --checkpoint rf_model.pth --tokens demo_coco_tokens.pickle --out model
     """
-    input_files = {"--checkpoint": checkpoint, "--tokens": tokens, "--config": config, "--backbone": backbone}
+    input_files = {"--checkpoint": checkpoint, "--tokens": tokens, "--backbone": backbone}
     for option, path in input_files.items():
         if path is not None and not path.is_file():
             raise UserError(f"{option} {path} does not exist or is not a file")
@@ -52,7 +51,7 @@ def import_checkpoint(
     from raycap.pipeline.evaluation.captioning import upstream
 
     title, read_checkpoint, config_type = upstream.FORMATS[source]
-    settings = _read_settings(config, overrides or (), config_type)
+    settings = _read_settings(overrides or (), config_type)
     backbone_overrides = [override for override in overrides or () if override.startswith("backbone.")]
     print(f"Importing {checkpoint} ({title}) with the vocabulary {tokens} into {out}", flush=True)
     try:
@@ -75,15 +74,14 @@ def import_checkpoint(
     print(f"The bundle: {out}")
 
 
-def _read_settings(config: Path | None, overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, Values]:
-    """The settings that the user gave, by section. model: the class of the system's configuration.
+def _read_settings(overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, Values]:
+    """The settings of --set by section. model: the class of the system's configuration.
 
     Only the types of the settings are checked, because the checkpoint decides whether they fit together. Raises
     UserError that names the key.
     """
     section_types = {"model": model, "backbone": BackboneConfig}
-    file_values = {} if config is None else read_file(config)
-    settings: Values = {section: file_values.get(section) or {} for section in section_types}
+    settings: Values = {section: {} for section in section_types}
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
         if not dot or section not in section_types:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -12,13 +11,11 @@ from contextlib import suppress
 from raycap.models.config import Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder
-from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes, read_journal
-from raycap.pipeline.runtime.log import ProgressBar
+from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower, journal_bytes
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # seconds between two searches for new entries
-NO_CIDER = 5e-5  # CIDEr-D that is printed as 0.0000
 
 
 class JournalPrinter:
@@ -26,11 +23,9 @@ class JournalPrinter:
 
     def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
         """changed: called after each change of the journal, also by a resumed stage that repeats printed entries."""
-        self.folder, self.follower, self.bar = folder, Follower(folder.journal), ProgressBar()
+        self.folder, self.follower = folder, Follower(folder.journal)
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
-        self._examined = set[str]()  # stages of SCST that can climb or were warned of
-        self._scst = {each["stage"] for each in read_journal(folder.journal) if each["kind"] == "reward"}
         self._downloaded_at, self._stop, self._has_failed = time.monotonic(), threading.Event(), False
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
@@ -41,7 +36,6 @@ class JournalPrinter:
         self._stop.set()
         self._thread.join()
         self._print_new_entries(download=True)
-        self.bar.close()
 
     def _print_repeatedly(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -62,43 +56,11 @@ class JournalPrinter:
                 self._size = size
                 self._changed()
             for entry in self.follower.new():
-                self._print(entry)
+                logger.info(self.line(entry))
         except Exception as error:
             if not self._has_failed:
                 logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")
             self._has_failed = True
-
-    def _print(self, entry: Values) -> None:
-        logger.info(self.line(entry))
-        if entry["kind"] == "reward":
-            self._scst.add(entry["stage"])
-        if entry["kind"] in ("reward", "validation") and entry["stage"] in self._scst - self._examined:
-            self._warn_of_zero(entry["stage"])
-        if entry["kind"] == "train":
-            self.bar.update(entry["stage"], entry["step"], entry["total"])
-
-    def _warn_of_zero(self, stage: str) -> None:
-        """Warns once if SCST starts from a validation CIDEr-D near zero.
-
-        This score is that of the stage before or, after `init_from`, the first of the stage itself.
-        """
-        journal = read_journal(self.folder.journal)
-        scores = [each for each in journal if each["kind"] == "validation"]
-        if not scores:
-            return
-        self._examined.add(stage)
-        if any(each["best"] >= NO_CIDER for each in scores):
-            return
-        earlier = itertools.takewhile(lambda each: each["stage"] != stage, journal)
-        before = [each for each in earlier if each["kind"] == "validation"]
-        score, end, remedy = scores[0], "its first epochs", "Start from a better model"
-        if before:
-            score, end = before[-1], before[-1]["stage"]
-            remedy = f"Train cross entropy longer (stages.{end}.epochs)"
-        logger.warning(
-            f"{stage}  cannot climb: validation CIDEr-D is {score['best']:.4f} after {end}, and where every sampled "
-            f"caption has the reward 0, none is preferred. {remedy}; if it stays 0, `raycap check` the data"
-        )
 
     def line(self, entry: Values) -> str:
         """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""

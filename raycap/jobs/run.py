@@ -19,14 +19,14 @@ from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import Stage, check_address, check_resources, start_extraction, start_ray
+from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
-from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
 from raycap.pipeline.evaluation.reports.report import report, score_table
@@ -35,7 +35,7 @@ from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
-from raycap.pipeline.runs.folder import RunFolder, describe_delivered, try_lock
+from raycap.pipeline.runs.folder import RunFolder, try_lock
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runs.results import (
@@ -44,13 +44,12 @@ from raycap.pipeline.runs.results import (
     local_bundle,
     run_page,
     stored_captions,
-    stored_confidences,
     validation_by_stage,
-    validation_lines,
 )
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.digests import DIGESTS
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
 from raycap.pipeline.tracking.mlflow_client import public_uri
@@ -70,11 +69,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     """
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
-    try:
-        summary = folder.summary
-    except DamagedError as error:
-        logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
-        summary = None
+    summary = folder.summary
     # the missing decorations and scores of a complete run that this machine can make
     missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:
@@ -94,7 +89,8 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
             else:
                 logger.info(f"{folder.run_id} is complete except for {', '.join(missing)}")
                 driver.durations |= summary["durations"]
-                driver.confidences = stored_confidences(folder)
+            if summary is None or not (local_bundle(folder) / DIGESTS).is_file():
+                bundle_run(driver.folder)
             driver.evaluate()
         except BaseException as error:
             failure = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
@@ -165,14 +161,6 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     return groups
 
 
-def shares_text(config: RunConfig, stage: StageSection) -> str:
-    """How the workers share a batch, such as `3 workers x 6 to 7 x 2 accumulated`."""
-    spans = (config.workers.counts[0], config.workers.counts[-1]), config.micro_batch_sizes(stage)
-    workers, samples = (f"{low}" if low == high else f"{low} to {high}" for low, high in spans)
-    steps = stage.gradient_accumulation_steps
-    return f"{workers} workers x {samples}" + (f" x {steps} accumulated" if steps > 1 else "")
-
-
 class RunDriver:
     """One attempt at a run. It starts with the prepared folder and ends with the summary."""
 
@@ -181,7 +169,6 @@ class RunDriver:
         self.driver_token = self.folder.new_driver_token()
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
-        self.confidences: tuple[Confidence, ...] = ()  # in the bundle of a complete run; `raycap evaluate` adds some
         self.tracker = Tracker(self.folder)
         self.tracker.start()
 
@@ -212,26 +199,21 @@ class RunDriver:
         self._check_disk()
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        if self.config.workers.dry_run and (
-            self._decides_checkpointing or (self._pending and not any(self.folder.path.glob("stages/*/step-*")))
-        ):
+        if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
             self._dry_run()
         self.folder.write_config()  # before any worker starts
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
-        if (text := describe_delivered(self.folder)) is not None:
-            logger.info(f"deliver   {text}")
 
     def evaluate(self) -> None:
-        """Writes the bundle, evaluates it on all splits, writes report and summary, and registers the model.
+        """Evaluates the bundle on all splits, writes report and summary, and registers the model.
 
         Captions of an earlier attempt are used again if they are those of the same bundle.
         """
         self._decide_precisions()
         self.folder.write_config()
         folder, decorations = self.folder, Decorations()
-        bundle_run(folder, confidences=self.confidences)
         with self._timed("evaluation"):
             by_stage = validation_by_stage(folder)
             scores = self._score(by_stage)
@@ -306,26 +288,19 @@ class RunDriver:
 
     def _describe(self, stage: StageSection) -> str:
         """A stage as a line of the plan."""
-        per_sample = ""
-        if stage.objective == "scst":
-            per_sample = f" x {stage.sampling.num_samples} samples"
-        elif stage.captions_per_image > 1:
-            per_sample = f" x {stage.captions_per_image} captions"
-        features = "end to end" if stage.train_backbone else "frozen features"
-        if not stage.train_backbone and self.config.features.store == "never":
-            features += " computed at each step"
-        what = f"{stage.name}: {stage.objective}, {features}"
-        if stage.ema is not None:
-            what += f", weights averaged with decay {stage.ema:g}"
+        what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
         if stage.freeze:
             what += f", without training {', '.join(stage.freeze)}"
         if self.folder.result(stage.name):
             return f"{what}, done"
-        return (
-            f"{what}, {total_steps(stage, self.folder.num_samples(stage))} steps "
-            f"of {stage.batch_size} {'pairs' if stage.samples_are_pairs else 'images'}{per_sample} = "
-            f"{shares_text(self.config, stage)}"
-        )
+        steps, samples = total_steps(stage, self.folder.num_samples(stage)), "images"
+        if stage.samples_are_pairs:
+            samples = "pairs"
+        elif stage.objective == "scst":
+            samples += f" x {stage.sampling.num_samples} samples"
+        elif stage.captions_per_image > 1:
+            samples += f" x {stage.captions_per_image} captions"
+        return f"{what}, {steps} steps of {stage.batch_size} {samples}"
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
@@ -333,39 +308,22 @@ class RunDriver:
 
         self._start_ray("dry run")
         workers, watch = self.config.workers, StallWatch("the dry run", self.config.workers)
-        checkpointing = False
         with self._timed("dry run"), watch:
             for result in watch.stream(dry_run, [(self.folder,)], workers.task_options):
                 if result.error is not None:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
-                checkpointing |= result.checkpointing
-                text = f"check     one step of {result.stage}: {result.seconds:.1f} s, {result.memory_mb:.0f} MiB"
-                logger.info(text + (", with activations computed again" if result.checkpointing else ""))
-        if self._decides_checkpointing:  # for this attempt, since a later one may have other GPUs or shares
-            backbone = replace(self.config.backbone, gradient_checkpointing=checkpointing)
-            self._decide(self.config.model_copy(update={"backbone": backbone}))
-
-    @property
-    def _decides_checkpointing(self) -> bool:
-        """True if a dry run must find out if the GPUs have the memory to keep a backbone's activations."""
-        trains_backbone = any(stage.train_backbone for stage in self._pending)
-        is_open = self.config.backbone.gradient_checkpointing == "auto"
-        return is_open and trains_backbone and self.config.workers.gpus_per_worker > 0
+                seconds, memory = f"{result.seconds:.1f} s", f"{result.memory_mb:.0f} MiB"
+                logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
 
     def _check_disk(self) -> None:
-        """Raises UserError when the disk has no room for the features and checkpoints of unfinished stages."""
-        metadata, pending = self.folder.metadata, self._pending
-        bytes_per_value = 2 if self.config.features.stored_dtype == "float16" else 4
-        num_stores = num_training = 0
-        if pending and not self.folder.home:  # stores on S3 need no local disk
-            # one store for the initial backbone if the next stage reads it, and one after each change of the backbone
-            trains = [stage.train_backbone for stage in pending]
-            num_stores = int(not trains[0]) + sum(trains)
-            if self.config.features.store == "always":
-                num_training = self.config.num_training_stores(pending)
-        train = self.folder.dataset.split(*self.config.data.train_splits)
-        num_rows = num_stores * (len(self.folder.dataset) - len(train))
-        num_rows += num_training * len(train) * max(1, self.config.features.views)
+        """Raises UserError when the disk has no room for one store of features and the checkpoints of a stage."""
+        config, metadata, pending = self.config, self.folder.metadata, self._pending
+        num_rows = 0
+        if not self.folder.home and not all(stage.train_backbone for stage in pending):  # stores on S3 need no disk
+            num_rows = len(self.folder.dataset.split(config.data.val_split))
+            if config.features.store == "always":
+                num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
+        bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
         copies = 3 + any(stage.ema is not None for stage in pending)  # the weights and two moments of Adam
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
@@ -375,9 +333,7 @@ class RunDriver:
                 f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
                 f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
                 f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
-                + (", or features.store to never, which keeps none of training images" if num_training else "")
             )
-        logger.info(f"check     disk: {free / 2**30:.0f} GiB free, about {(features + weights) / 2**30:.1f} GiB needed")
 
     @property
     def _pending(self) -> list[StageSection]:
@@ -439,15 +395,18 @@ class RunDriver:
         elif self.config.tracking.enabled:
             tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
         has_report = (folder.path / "report.html").is_file()
+        # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
+        validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+        stage = folder.delivered()
         lines = [
             "",
             format_table(*score_table(scores.splits)),
             "",
-            *validation_lines(self.config, by_stage),
+            f"validation CIDEr-D ({metric_tokenizer(self.config.data.language)} tokens)  {validation}",
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}",
+            f"model        {bundle}{'' if stage is None else f' (stage {stage.name})'}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",

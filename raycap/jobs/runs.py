@@ -1,7 +1,7 @@
 """`raycap runs`: what a storage contains, and the removal of what nothing in it needs any more.
 
 Bundles, champions, their records and everything in progress are never removed. A removal may be killed at any point. On
-a disk the folder first gets a hidden name, which every reader skips, and the next plan contains it. On S3 the files
+a disk, a folder first gets a hidden name, which every reader skips, and the next plan contains it. On S3, the files
 that mark a folder as complete are removed first, so that the rest counts as never written.
 """
 
@@ -13,13 +13,13 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -27,7 +27,7 @@ from raycap.jobs.options import Set
 from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.shipped import named_place
-from raycap.pipeline.errors import JobFailedError, OtherVersionError, UserError
+from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.retrain.champion import LEASE, POINTER, ChampionStore
 from raycap.pipeline.runs.folder import RunMetadata, try_lock
 from raycap.pipeline.runs.preflight import storage_errors
@@ -49,15 +49,14 @@ ACTIVE_S = 3600.0
 TRAINED = "evaluation"  # the part at which a run is when its stages are finished
 TITLES = {"runs": "run", "searches": "search", "retrain": "champion of", "features": "features", "models": "bundle"}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # the names of `pipeline.storage.atomic`
-CHECKPOINT = re.compile(rf"stages/([^/]+)/(step-\d+|{TEMPORARY.pattern})")
-BEST = re.compile(r"stages/[^/]+/best-\d+")
+TRIAL, BEST = re.compile(r"trials/.*\.json"), re.compile(r"(stages/[^/]+/best-\d+)/.*")
 # What raycap writes into a run's folder. A folder with anything else may be another program's.
 KNOWN = {
     "config.yaml", "decisions.json", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log",
-    "predictions", "scores.json", "report.html", "COMPLETE.json", "tokens", ".lock",
+    "predictions", "scores.json", "report.html", "COMPLETE.json", ".lock",
 }  # fmt: skip
 # The files that are removed first, in this order: without them a reader takes nothing else of a folder for complete.
-MARKERS = (r".*/DONE\.json", r"(.*/)?progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
+MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
 
 
@@ -80,11 +79,11 @@ def runs(
     """List what a storage contains, and remove what is not needed.
 
     The tables have the runs with their state and CIDEr-D, searches, champions, bundles and feature stores. --prune
-    shows what can be removed: checkpoints of complete runs, feature stores that no run uses, runs that were not trained
-    to the end and not touched for some days, and what killed processes have left. Nothing is removed without --yes, and
-    never a bundle, a champion or what is in progress.
+    shows what can be removed: feature stores that no run uses, runs that were not trained to the end and not touched
+    for some days, and what killed processes have left. Nothing is removed without --yes, and never a bundle, a champion
+    or what is in progress.
 
-    Example: raycap runs results --prune --older-than 60
+    Example: raycap runs results
     """
     storage = _storage(target, set_ or (), endpoint_url)
     if yes and not prune:
@@ -125,9 +124,9 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
         return
     lines = [[title, *entries[0].facts, "state", "changed", "size"]]
     for entry in entries:
-        changed = datetime.fromtimestamp(entry.newest, UTC).strftime("%Y-%m-%d")
         facts = ["-" if fact is None else f"{fact:.4f}" if isinstance(fact, float) else str(fact)
                  for fact in entry.facts.values()]  # fmt: skip
+        changed = datetime.fromtimestamp(entry.newest, UTC).strftime("%Y-%m-%d")
         lines.append([entry.name, *facts, entry.state, changed, _size(entry.bytes)])
     widths = [max(len(printable(cell)) for cell in cells) for cells in zip(*lines, strict=True)]
     for cells, detail in zip(lines, ["", *(entry.detail for entry in entries)], strict=True):
@@ -141,14 +140,14 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_t
     removals, kept = plan_removals(storage, found, older_than)
     for sentence in kept:
         _print(without_secrets(sentence))
-    removed, total = 0, sum(removal.bytes for removal in removals)
+    removed, total = 0, sum(removal.content.bytes for removal in removals)
     for removal in removals:
         outcome = "would go"
         if yes:
             is_removed = remove(storage, removal)
-            removed += removal.bytes if is_removed else 0
+            removed += removal.content.bytes if is_removed else 0
             outcome = "removed" if is_removed else "kept: a process works on it"
-        _print(f"{outcome}  {removal.kind:<10}  {_size(removal.bytes):>9}  {removal.name}  ({removal.why})")
+        _print(f"{outcome}  {_size(removal.content.bytes):>9}  {removal.content.path}  ({removal.why})")
     if yes:
         print(f"removed {_size(removed)} of {_size(total)}")
     elif removals:
@@ -162,33 +161,24 @@ def _print(line: str) -> None:
     print(printable(line))
 
 
-def _size(count: float) -> str:
-    """A number of bytes in the unit that fits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+def _size(count: int) -> str:
+    """A number of bytes in mebibytes."""
+    return f"{count / 2**20:,.1f} MiB"
 
 
 @dataclass
 class Content:
     """A folder of the storage: a run, a search, the champion of a configuration, a bundle or a feature store.
 
-    room: "runs", "searches", "retrain", "models" or "features". newest: the time of the last change in Unix seconds.
-    parts: the bytes of each folder stages/NAME/PART of a run. records: the files that tell the state. tops: the first
-    parts of all file names. state: "in progress" if a process works on it, "damaged", or of a run. facts: values for
-    the table and JSON. needs: the names of the runs that a search or champion needs, or the digest of a feature store's
-    backbone. detail: why it is damaged.
+    room: "runs", "searches", "retrain", "models" or "features". files: by their path in the folder; locks are left out.
+    state: "in progress" if a process works on it, "damaged", or of a run. facts: values for the table and JSON. needs:
+    the names of the runs that a search or champion needs, or the digest of a feature store's backbone. detail: why it
+    is damaged.
     """
 
     room: str
     name: str
-    bytes: int = 0
-    newest: float = 0.0
-    parts: dict[str, int] = field(default_factory=dict)
-    records: set[str] = field(default_factory=set)
-    tops: set[str] = field(default_factory=set)
+    files: dict[str, Entry] = field(default_factory=dict)
     state: str = ""
     facts: Values = field(default_factory=dict)
     needs: set[str] = field(default_factory=set)
@@ -200,43 +190,34 @@ class Content:
         return f"{self.room}/{self.name}"
 
     @property
+    def bytes(self) -> int:
+        return sum(entry.size for entry in self.files.values())
+
+    @property
+    def newest(self) -> float:
+        """The time of the last change in Unix seconds."""
+        return max(entry.modified for entry in self.files.values())
+
+    @property
     def days(self) -> float:
         """The days since the last change."""
         return (time.time() - self.newest) / 86400
-
-    @property
-    def finished(self) -> set[str]:
-        """The names of the finished stages of a run."""
-        return {name.split("/")[1] for name in self.records if re.fullmatch(r"stages/[^/]+/DONE\.json", name)}
 
     def values(self) -> Values:
         """The values of `--json`."""
         kept = ("name", "bytes", "newest", "state", "detail")
         return {key: getattr(self, key) for key in kept} | self.facts
 
-    def add(self, names: Sequence[str], entry: Entry) -> None:
-        """Counts a file, whose path in the folder has these parts."""
-        self.tops.add(names[0])
-        if names[0] == ".lock":  # looking at a folder changes its lock, too
-            return
-        self.bytes += entry.size
-        self.newest = max(self.newest, entry.modified)
-        if names[0] == "stages" and len(names) > 3:
-            part = "/".join(names[:3])
-            self.parts[part] = self.parts.get(part, 0) + entry.size
-        if names[-1].endswith(".json") or names[-1] == "config.yaml":
-            self.records.add("/".join(names))
 
-
-def _listed(storage: StoragePath, room: str, depth: int = 1) -> Iterator[Content]:
+def _listed(storage: StoragePath, room: str, depth: int = 1) -> list[Content]:
     """The folders `depth` levels below a room of the storage, including hidden ones. No file is read."""
     found: dict[str, Content] = {}
     for file, entry in (storage / room).walk():
         names = file.split("/")
-        if len(names) > depth and all(names[:depth]):
+        if len(names) > depth and all(names[:depth]) and names[depth:] != [".lock"]:  # looking changes a lock, too
             name = "/".join(names[:depth])
-            found.setdefault(name, Content(room, name)).add(names[depth:], entry)
-    return (found[name] for name in sorted(found))
+            found.setdefault(name, Content(room, name)).files["/".join(names[depth:])] = entry
+    return [found[name] for name in sorted(found)]
 
 
 def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
@@ -250,8 +231,7 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
             try:
                 reader(storage, entry)
             except FAILURES as error:
-                entry.state = "of another version" if isinstance(error, OtherVersionError) else "damaged"
-                entry.detail = one_line(error)
+                entry.state, entry.detail = "damaged", one_line(error)
             return entry
 
         with ThreadPoolExecutor(NUM_READS) as pool:
@@ -260,9 +240,6 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
 
     rooms = {"runs": _read_run, "searches": _read_search, "retrain": _read_champion, "features": _read_features}
     found = {room: read(room, reader) for room, reader in rooms.items()}
-    trials = set[str]().union(*(search.needs for search in found["searches"]))
-    for run in found["runs"]:
-        run.facts["trial"] = "trial" if run.name in trials else ""
     return found | {"models": read("models", lambda *_: None, depth=2)}
 
 
@@ -275,8 +252,9 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
     place, facts = storage / entry.path, {"created": "", "at": "", "val": None, "test": None}
     entry.facts = facts
     is_active = _in_progress(place) or (place.is_remote and time.time() - entry.newest < ACTIVE_S)
-    if "run.json" not in entry.records:  # another program's folder, or an incomplete creation or removal
-        is_ours = all(name in KNOWN or TEMPORARY.fullmatch(name) for name in entry.tops)
+    if "run.json" not in entry.files:  # another program's folder, or an incomplete creation or removal
+        tops = {name.partition("/")[0] for name in entry.files}
+        is_ours = all(name in KNOWN or TEMPORARY.fullmatch(name) for name in tops)
         entry.state = "foreign" if not is_ours else "in progress" if is_active else "unprepared"
         return
     values = _read_record(place / "run.json")
@@ -286,22 +264,25 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
         return
     path = place / "config.yaml"
     config = require_mapping(parse_yaml(path.read_bytes(MAX_RECORD_BYTES), str(path)), str(path))
-    stages = [str(stage["name"]) for stage in config["stages"]]
-    if "COMPLETE.json" in entry.records:
-        scores, splits = _read_record(place / "COMPLETE.json")["scores"], config["data"]
-        facts["val"] = scores.get(f"{splits['val_split']}_CIDEr-D")
-        facts["test"] = scores.get(f"{splits['test_splits'][0]}_CIDEr-D") if splits["test_splits"] else None
+    if "COMPLETE.json" in entry.files:
+        scores, data = _read_record(place / "COMPLETE.json")["scores"], config["data"]
+        facts["val"] = scores.get(f"{data['val_split']}_CIDEr-D")
+        facts["test"] = next((scores.get(f"{split}_CIDEr-D") for split in data["test_splits"]), None)
         entry.state = "complete"
         return
-    facts["at"] = next((name for name in stages if name not in entry.finished), TRAINED)
-    if last := [name for name in stages if name in entry.finished]:
-        facts["val"] = _read_record(place / f"stages/{last[-1]}/DONE.json").get("best_score")
+    for name in (str(stage["name"]) for stage in config["stages"]):
+        if f"stages/{name}/DONE.json" not in entry.files:
+            facts["at"] = name
+            break
+        facts["val"] = _read_record(place / f"stages/{name}/DONE.json").get("best_score")
+    else:
+        facts["at"] = TRAINED
     entry.state = "in progress" if is_active else "interrupted"
 
 
 def _read_search(storage: StoragePath, entry: Content) -> None:
     """Sets the state of a search, and its trials as ENDED/ALL."""
-    place, records = storage / entry.path, sorted(each for each in entry.records if each.startswith("trials/"))
+    place, records = storage / entry.path, sorted(filter(TRIAL.fullmatch, entry.files))
     entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": f"?/{len(records)}"}
     trials = [_read_record(place / record) for record in records]
     entry.needs = {PurePosixPath(trial["run"]).name for trial in trials if trial["run"]}
@@ -311,9 +292,9 @@ def _read_search(storage: StoragePath, entry: Content) -> None:
 def _read_champion(storage: StoragePath, entry: Content) -> None:
     """Sets the state of a configuration's champion. It needs the runs of all champions that a rollback may restore."""
     entry.facts = {"decisions": 0, "bundle": "", "run": ""}
-    if LEASE in entry.records and _is_leased(storage / entry.path / LEASE):
+    if LEASE in entry.files and _is_leased(storage / entry.path / LEASE):
         entry.state = "in progress"
-    if POINTER in entry.records:
+    if POINTER in entry.files:
         state = ChampionStore(storage, entry.name).read()
         entry.facts["decisions"] = state.number
         entry.needs = {record.run_id for record in state.bundles} | ({state.challenger} if state.challenger else set())
@@ -327,7 +308,7 @@ def _read_features(storage: StoragePath, entry: Content) -> None:
     The backbone is "" for regions of a detector's file.
     """
     entry.facts = {"images": None}
-    if "COMPLETE" in entry.tops:
+    if "COMPLETE" in entry.files:
         values = _read_record(storage / entry.path / "COMPLETE")
         entry.facts["images"], entry.needs = int(values["rows"]), {str(values.get("weights", ""))}
 
@@ -361,15 +342,12 @@ def _is_leased(path: StoragePath) -> bool:
         return True
 
 
-@dataclass(frozen=True)
-class Removal:
-    """A folder that can be removed. name: in the storage. run: the run's folder, under whose lock it is removed."""
+class Removal(NamedTuple):
+    """A folder that can be removed, and the reason."""
 
-    kind: str  # checkpoint, leftover, features or run
-    name: str
-    bytes: int
+    kind: Literal["leftover", "features", "run"]
+    content: Content
     why: str
-    run: str = ""
 
 
 def plan_removals(
@@ -380,28 +358,21 @@ def plan_removals(
     found: of `read_contents`. older_than_days: runs that were not trained to the end go after this time without a
     change.
     """
-    removals, kept = [*_checkpoints(found["runs"]), *_leftovers(storage)], list[str]()
     owners = [*found["searches"], *found["retrain"]]
+    needed = set[str]().union(*(owner.needs for owner in owners))  # runs
+    removals, kept = list(_leftovers(storage)), list[str]()
     for what, plan, needed_by in (
         ("features", lambda: _features(storage, found), [*owners, *found["runs"]]),
-        ("unfinished runs", lambda: _old_runs(found["runs"], owners, older_than_days), owners),
+        ("unfinished runs", lambda: _old_runs(found["runs"], needed, max(older_than_days, LEAST_DAYS)), owners),
     ):
         try:
-            if busy := next((entry.path for entry in needed_by if entry.state == "in progress"), None):
-                raise UserError(f"{busy} is in progress and may need them")
+            for entry in needed_by:
+                if entry.state in ("in progress", "damaged"):
+                    raise UserError(f"{entry.path} is {entry.state} and may need them")
             removals += plan()
         except FAILURES as error:
             kept.append(f"{what} are kept: {one_line(error)}")
     return removals, kept
-
-
-def _checkpoints(runs: Sequence[Content]) -> Iterator[Removal]:
-    """The checkpoints of complete runs. Their best weights remain."""
-    for run in runs:
-        if run.state == "complete" and not run.facts["trial"]:
-            for part, size in sorted(run.parts.items()):
-                if (checkpoint := CHECKPOINT.fullmatch(part)) and checkpoint[1] in run.finished:
-                    yield Removal("checkpoint", f"{run.path}/{part}", size, "the run is complete", run.path)
 
 
 def _leftovers(storage: StoragePath) -> Iterator[Removal]:
@@ -409,7 +380,7 @@ def _leftovers(storage: StoragePath) -> Iterator[Removal]:
     for room in ("runs", "features") if not storage.is_remote else ():
         for content in _listed(storage, room):
             if TEMPORARY.fullmatch(content.name) and content.days > LEAST_DAYS:
-                yield Removal("leftover", content.path, content.bytes, "of a killed process")
+                yield Removal("leftover", content, "of a killed process")
 
 
 def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> list[Removal]:
@@ -417,35 +388,31 @@ def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> l
     stores = [store for store in found["features"] if store.needs and store.days > LEAST_DAYS]
     used = set[str]()
     for run in (run for run in found["runs"] if stores and run.state != "foreign"):
-        if run.state in ("damaged", "unprepared", "of another version"):
-            raise UserError(f"{run.path} is {run.state}, and what it needs cannot be read")
-        for part in ("init", *filter(BEST.fullmatch, run.parts)):
+        if run.state == "unprepared":
+            raise UserError(f"{run.path} is unprepared, and what it needs cannot be read")
+        best = {match[1] for match in map(BEST.fullmatch, run.files) if match}
+        for part in ("init", *best):
             path = storage / run.path / part / DIGESTS
             digests = digests_in(path.read_bytes(MAX_RECORD_BYTES), str(path))
             used.add(str(digests.get("backbone.safetensors", "")))  # "" for a run that reads regions
     unused = [store for store in stores if not store.needs & used]
-    return [Removal("features", store.path, store.bytes, "no run reads it") for store in unused]
+    return [Removal("features", store, "no run reads it") for store in unused]
 
 
-def _old_runs(runs: Sequence[Content], owners: Sequence[Content], older_than_days: float) -> list[Removal]:
-    """Runs that were not trained to the end and not touched for a long time, and that no search or champion names.
+def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: float) -> list[Removal]:
+    """Runs that were not trained to the end and not touched for `least_days`, and that are not in `needed`.
 
-    A run that lacks only its evaluation may be the backbone of a search. Raises UserError for a damaged search or
-    champion.
+    A run that lacks only its evaluation stays, because it may be the backbone of a search.
     """
-    for owner in owners:
-        if owner.detail:
-            raise UserError(f"what {owner.path} needs cannot be read: {owner.detail}")
-    named, least = set[str]().union(*(owner.needs for owner in owners)), max(older_than_days, LEAST_DAYS)
     unfinished = [run for run in runs if run.state in ("interrupted", "unprepared") and run.facts["at"] != TRAINED]
-    old = [run for run in unfinished if run.days >= least and run.name not in named]
-    return [Removal("run", run.path, run.bytes, f"{run.state} for {run.days:.0f} days", run.path) for run in old]
+    old = [run for run in unfinished if run.days >= least_days and run.name not in needed]
+    return [Removal("run", run, f"{run.state} for {run.days:.0f} days") for run in old]
 
 
 def remove(storage: StoragePath, removal: Removal) -> bool:
-    """Removes a part of a plan. Returns False if a process works on it now, or another one has removed it."""
-    place = storage / removal.name
-    if removal.kind == "run":  # it may have been resumed since the plan
+    """Removes a folder of a plan. Returns False if a process works on it now, or another one has removed it."""
+    place, is_run = storage / removal.content.path, removal.kind == "run"
+    if is_run:  # it may have been resumed since the plan
         newest = max((entry.modified for name, entry in place.walk() if name != ".lock"), default=0.0)
         if time.time() - newest < 86400 * LEAST_DAYS:
             return False
@@ -455,13 +422,11 @@ def remove(storage: StoragePath, removal: Removal) -> bool:
                 if re.fullmatch(pattern, name):
                     (place / name).delete()
         return True
+    hidden = place.path
     with ExitStack() as stack:
-        if removal.run:  # on a disk, a run is removed under its lock
-            folder = storage.path / removal.run
-            if not folder.is_dir() or not stack.enter_context(try_lock(folder)):
-                return False
-        hidden = place.path
-        if not TEMPORARY.fullmatch(hidden.name):
+        if is_run and not (hidden.is_dir() and stack.enter_context(try_lock(hidden))):
+            return False
+        if removal.kind != "leftover":
             hidden = hidden.with_name(f".{hidden.name}.{uuid.uuid4().hex[:12]}.tmp")
             try:
                 place.path.rename(hidden)

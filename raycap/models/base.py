@@ -22,10 +22,9 @@ from raycap.models.config import ModelConfig, ModelSizes
 class Features:
     """A captioner's input for B images."""
 
-    # features (B, N, C), or for a captioner with a backbone normalized pixels (B, 3, H, W)
-    tokens: Tensor
-    lengths: Tensor | None = None  # numbers (B,) of valid image tokens; None where all N are valid
-    boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4), for models that arrange regions by them
+    tokens: Tensor  # features (B, N, C); for a captioner with a backbone also normalized pixels (B, 3, H, W)
+    lengths: Tensor | None = None  # the number (B,) of each image's valid tokens; None if all N are valid
+    boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4); only some models need them
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -73,11 +72,11 @@ class Cache(ABC):
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Makes row r continue the former row index[r] of the same image, in this cache; index is (B*K,) int64."""
+        """Lets row r of this cache continue the former row index[r] of the same image. index is (B*K,) int64."""
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
-        """Drops all images whose indices are not in `index` (int64), for instance finished ones."""
+        """Drops all images whose indices are not in `index` (int64), because their captions are finished."""
 
 
 class CaptionModel(nn.Module, ABC):
@@ -104,7 +103,10 @@ class CaptionModel(nn.Module, ABC):
         """
 
     def predicting(self, values: Tensor) -> Tensor:
-        """The values (B*K, T, ...) that predict a word, of those (rows, positions, ...) at a decoder layer's input."""
+        """Selects from the values (rows, positions, ...) at a decoder layer's input those that predict a word.
+
+        The result is (B*K, T, ...). Most decoders predict a word at every position.
+        """
         return values
 
     def forward(self, features: Features, tokens: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ class CaptionModel(nn.Module, ABC):
         return self.decode(self.encode(features), tokens)
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
-        """Multiply-accumulates of an image and one caption as the paper counts them; None if the paper counts none."""
+        """Multiply-accumulates of an image and one caption as the paper counts them. None if the paper has no count."""
         return None
 
     @abstractmethod
@@ -121,7 +123,7 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        """Logits (B*K, V) after one more token (B*K,) per row. They have no gradient; training uses `decode`."""
+        """Logits (B*K, V) after one more token (B*K,) per row, and the cache with it. Logits have no gradient."""
 
 
 def check_positions(length: int, max_positions: int) -> None:
@@ -135,7 +137,7 @@ def check_positions(length: int, max_positions: int) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts the model into evaluation mode for a `with` block, and afterwards back into its former mode."""
+    """Within the context the model is in evaluation mode. Afterwards it has its former mode again."""
     training = model.training
     model.eval()
     try:
@@ -146,7 +148,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """In a `with` block, calls `hook` with a module of `modules` and its inputs each time before the module runs."""
+    """Within the context, each of `modules` calls `hook` with itself and its inputs before it runs."""
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         yield

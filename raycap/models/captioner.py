@@ -1,4 +1,4 @@
-"""Captioners: models by name, with a backbone in front when they work on images, and what they cost."""
+"""Captioners: a model by its name, with a backbone if it reads images, and what it costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from raycap.models.expansionnet import ExpansionNet, Transformer
 from raycap.models.layers import Layer
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 
-MAX_FORMS = 64  # of a layer that are compiled
+MAX_FORMS = 64  # the most forms in which torch compiles one layer
 
 
 class Captioner(nn.Module):
@@ -40,7 +39,10 @@ class Captioner(nn.Module):
         return Captioner(self.model)
 
     def features(self, inputs: Features) -> Features:
-        """The backbone's features of pixels, or stored features unchanged. ValueError for pixels without a backbone."""
+        """The backbone's features of pixels, or stored features as they are.
+
+        Raises ValueError for pixels if there is no backbone.
+        """
         if inputs.tokens.ndim != 4:
             return inputs
         if self.backbone is None:
@@ -63,8 +65,7 @@ class Captioner(nn.Module):
                 if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
             }
             if not found:
-                prefixes = (prefix for name in parameters for prefix in accumulate(name.split("."), "{}.{}".format))
-                names = list(dict.fromkeys(prefixes))  # of modules and parameters
+                names = [*(name for name, _ in self.named_modules() if name), *parameters]
                 close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
                 raise ValueError(f"freeze names {pattern!r}, which matches no parameter; names are {', '.join(close)}")
             frozen |= found
@@ -74,9 +75,10 @@ class Captioner(nn.Module):
 
     def compile_layers(self) -> None:
         """Compiles every layer of the model and every block of the backbone in place, at their first use."""
-        # Compiled as a whole, a captioner would exchange gradients between processes only after the backward pass.
-        # All blocks of a backbone are one piece of code. By default torch compiles 8 forms of it, for different shapes,
-        # masks and drop paths, in training and in evaluation, and runs the others as they are.
+        # The layers are compiled one by one. Workers would exchange the gradients of a captioner that was compiled as a
+        # whole only after its backward pass. All blocks of a backbone are one piece of code, of which torch compiles a
+        # form for each shape, mask and drop path, in training and in evaluation. By default it compiles 8 forms, and
+        # runs the others as they are.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
         for layer in self.model.modules():
             if isinstance(layer, Layer):
@@ -84,8 +86,8 @@ class Captioner(nn.Module):
         if self.backbone is not None:
             prepare_to_compile(self.backbone)
             for block in self.backbone.blocks:
-                # Sizes differ between a backbone's stages. torch takes a minute for each form of a Swin block whose
-                # sizes vary, and fails at some.
+                # Sizes differ between a backbone's stages. With dynamic sizes torch takes a minute for each form of a
+                # Swin block, and fails at some.
                 block.compile(dynamic=False)
 
     def encode(self, inputs: Features) -> Memory:
@@ -93,12 +95,12 @@ class Captioner(nn.Module):
 
     def forward(self, inputs: Features, decoding: Tensor | Callable[[Memory], Any]) -> Any:
         """Teacher-forced logits (B*K, T, V) for tokens (B*K, T), or the result of a function of the memory."""
-        # data-parallel training exchanges only gradients that pass through this method
+        # both cases are in this method, because data-parallel training exchanges only gradients that pass through it
         memory = self.encode(inputs)
         return decoding(memory) if callable(decoding) else self.model.decode(memory, decoding)
 
 
-# the sizes that Table VI counts for
+# the sizes for which ExpansionNet v2's Table VI counts
 TABLE_6_IMAGES = 5000
 TABLE_6_IMAGE_TOKENS = 144
 TABLE_6_CAPTION_TOKENS = 12.5
@@ -118,31 +120,31 @@ MODELS: dict[str, Callable[..., CaptionModel]] = {
 
 
 def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
-    """A model with weights drawn as its reference draws them. ValueError for sizes that do not fit together."""
+    """A model whose weights are drawn as its reference draws them. Raises ValueError for sizes that do not fit."""
     model = MODELS[config.name](config, sizes)
     model.init_weights()
     return model
 
 
 def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneConfig | None) -> Captioner:
-    """A captioner with random weights, which also replace those that the backbone's configuration names."""
-    # The backbone first: with a seed, the random weights depend on the order.
+    """A captioner with random weights. The weights that the backbone's configuration names are not loaded."""
+    # the backbone is made first, because with a seed the random weights depend on the order
     built = None if backbone is None else Backbone(backbone, with_weights=False)
     return Captioner(build_model(config, sizes), built)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply-accumulates of products per image, without the backbone, and the number of parameters."""
+    """The cost of a model without the backbone: multiply-accumulates of products per image, and parameters."""
 
     paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`); None for other systems
-    executed: float  # by this code for one caption in teacher forcing
-    beam_search: float  # by this code in a beam search
+    executed: float  # what this code computes for one caption in teacher forcing
+    beam_search: float  # what this code computes in a beam search
     parameters: int
 
 
 def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
-    """The model without memory for its weights, for counting and for checking its settings."""
+    """The model without memory for its weights, to count them or to check the settings."""
     with torch.device("meta"):
         return build_model(config, sizes)
 
@@ -150,7 +152,10 @@ def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
 def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
-    """The cost of teacher forcing over `caption_tokens`, and of a search of `steps` steps (20 tokens take 19)."""
+    """The cost of teacher forcing over `caption_tokens` tokens, and of a search of `steps` steps.
+
+    A caption of 20 tokens takes 19 steps.
+    """
     parameters = sum(parameter.numel() for parameter in model_on_meta(config, sizes).parameters())
     shorter, longer = math.floor(caption_tokens), math.ceil(caption_tokens)
     model = model_on_meta(config, replace(sizes, max_positions=max(sizes.max_positions, longer, steps))).eval()
@@ -178,7 +183,7 @@ def cost(
 
 def _macs(run: Callable[[], object]) -> float:
     """Multiply-accumulates of the products in `run`."""
-    in_place = {torch.ops.aten.baddbmm_: lambda _, a, b, **options: 2 * math.prod(a) * b[2]}  # torch leaves it out
+    in_place = {torch.ops.aten.baddbmm_: lambda _, a, b, **options: 2 * math.prod(a) * b[2]}  # torch does not count it
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         run()
     return counter.get_total_flops() / 2

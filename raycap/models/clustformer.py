@@ -1,35 +1,34 @@
 """Ada-ClustFormer (Hu, Wang, Yang et al. 2022): self-attention inside soft clusters of patches and of words.
 
-Shapes: B images (or sequences), N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens,
-D width, H heads (or rows of a grid with W columns, where token n = row * W + column), V vocabulary. Elsewhere C is the
-clustering matrix.
+Shapes: B images (or sequences), N tokens, K captions per image, R = B*K rows, T caption tokens, D width, H heads (or
+rows of a grid with W columns, where token n = row * W + column). C is the clustering matrix.
 
-Each layer multiplies its self-attention weights by its clustering matrix. All heads share the matrix, and it is stacked
+Each layer multiplies its self-attention weights by its clustering matrix, which all heads share. The matrix is stacked
 on those of the layers below (equation 6), separately in encoder and decoder. Cross-attention has no such matrix. C
-between words j <= t depends on the words j to t only, so that a step of the causal decoder needs one prefix sum and one
-row of C per layer.
+between words j <= t depends on the words j to t only. A step of the causal decoder therefore needs one prefix sum and
+one row of C per layer.
 
-C is computed without a loop over positions (equations 3 to 8). P(s_k | s_i .. s_{k-1}) = sigmoid(z[i,k]), and z[i,k] =
-FC([s_k; mean of s_i .. s_{k-1}]) for i < k (equation 4; the mean does not include s_k). FC is linear, so that it
-commutes with the mean: with u = S w_a, v = S w_m, the prefix sums V of v, and the bias b,
+C is computed without a loop over positions (equations 3 to 8). P(s_k | s_i .. s_{k-1}) is sigmoid(z[i,k]), where z[i,k]
+= FC([s_k; mean of s_i .. s_{k-1}]) for i < k (equation 4; the mean does not include s_k). FC is linear, so that it can
+be applied before the mean. With u = S w_a, v = S w_m, the prefix sums V of v, and the bias b, this is
 
     z[i,k] = u[k] + (V[k] - V[i]) / (k - i) + b
 
-C[i,j] is the product of the factors k = i + 1 .. j (equations 3 and 5), computed as a cumulative sum of logarithms. C
-is symmetric, with diagonal 1. On a grid (equation 8) two FC layers give one matrix along rows, Ch, and one along
-columns, Cv. For cells a and b, C[a,b] = Ch[top row][columns] * Cv[left column][rows] of their bounding box. C is
-symmetric, although the top-left corner of the box may be neither a nor b.
+C[i,j] is the product of P over k = i + 1 .. j (equations 3 and 5), computed as a cumulative sum of logarithms. C is
+symmetric, with diagonal 1. On a grid (equation 8) two FC layers give matrices along rows, Ch, and along columns, Cv.
+For cells a and b, C[a,b] is Ch between the box's columns in its top row, times Cv between the box's rows in its left
+column, where the box is the smallest one that contains a and b. C is therefore symmetric.
 
 Choices where the paper leaves something open:
 
 - The product starts at k = i + 1, because the sub-sequence before k = i is empty.
-- "matrix" stacking applies equation 6 to the matrices, as written. "conditional" stacks the conditionals instead,
+- "matrix" stacking applies equation 6 to the matrices, as written. "conditional" stacks the probabilities P instead,
   before they are multiplied, as Tree Transformer does.
-- Down-up sampling takes means over the members that a group has (the last group of an odd length is smaller), and
-  repeats each entry of the pooled matrix. The decoder has none, because the mean of a group would contain a later word.
-- C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites. There is no second softmax:
-  the printed softmax(A * C), where A is a softmax already, stays within a factor e of uniform. The rows then sum to
-  less than 1, which residual and norm absorb.
+- Down-up sampling takes the mean of each group of tokens, and repeats each entry of the pooled matrix. The last group
+  of an odd length is smaller. The decoder has no sampling, because the mean of a group would contain a later word.
+- C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites. The paper prints softmax(A
+  * C), where A is a softmax already. A second softmax would give weights within a factor e of uniform, so there is
+  none. The weights of a token then add up to less than 1, which residual and norm absorb.
 - The scale is sqrt(D / H).
 - Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1.
 - C is computed from the same normalized input as the queries.
@@ -69,7 +68,7 @@ from raycap.models.layers import (
     token_embedding,
 )
 
-State = tuple[Tensor, ...]  # what a layer passes to the next one for equation 6; empty before the first layer
+State = tuple[Tensor, ...]  # what a layer passes to the next layer for equation 6; empty before the first layer
 
 
 def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
     cell = torch.arange(rows * columns, device=horizontal.device)
     row, column = cell // columns, cell % columns
     top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
-    # (N, N) indices into the flattened factors Ch (H, W, W) and Cv (W, H, H)
+    # (N, N) indices into Ch (H, W, W) and Cv (W, H, H), which are flattened
     across = (top * columns + column[:, None]) * columns + column
     down = (left * rows + row[:, None]) * rows + row
     along_rows, along_columns = (log_products(part).flatten(1) for part in (horizontal, vertical))
@@ -114,7 +113,7 @@ def window_matrix(rows: int, columns: int, window: int, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens as a grid, or as a sequence if `rows` is 1; down-up sampling pools squares of `rate` x `rate` tokens."""
+    """Tokens as a grid, or as a sequence if `rows` is 1. Down-up sampling pools squares of `rate` x `rate` tokens."""
 
     rows: int
     columns: int
@@ -122,7 +121,7 @@ class Layout:
     valid_mask: Tensor | None = None  # (B, N), True at valid tokens; padding comes after them
 
     def pool(self, x: Tensor) -> Tensor:
-        """Means (B, H, W, D) over the groups, where the pooled grid has H x W cells, from x (B, N, D)."""
+        """The mean of each group of tokens, (B, H, W, D) for a pooled grid of H x W cells, from x (B, N, D)."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         grid = x.unflatten(1, (self.rows, self.columns))
         if self.rate == 1:
@@ -130,7 +129,7 @@ class Layout:
         if self.valid_mask is None:
             return self._means(grid)
         valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
-        # the mean of a group's valid members; clamp_min avoids 0 / 0 in a group without any
+        # the mean of a group's valid members; clamp_min avoids 0 / 0 in a group without valid members
         return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
     def _means(self, grid: Tensor) -> Tensor:
@@ -158,9 +157,9 @@ class ClusterMaps(nn.Module):
         self.maps = cast(Sequence[nn.Linear], nn.ModuleList(nn.Linear(2 * d_model, 1) for _ in range(axes)))
 
     def init_weights(self) -> None:
-        """Starts with b = 2, where all conditionals are about 0.88 and C is 0.53, 0.28, 0.09 at distance 5, 10, 19.
+        """Sets b = 2, so that every P is about 0.88, and C is 0.53, 0.28 and 0.09 at the distances 5, 10 and 19.
 
-        With b = 0, C would halve at every position, and attention would start almost without context.
+        With b = 0, C would halve at every position, and attention would begin almost without context.
         """
         for linear in self.maps:
             nn.init.normal_(linear.weight, std=0.02)
@@ -183,9 +182,9 @@ class ClusterMaps(nn.Module):
             return self._stacked(log_matrix.exp(), log_complements, before)
 
     def step(self, x: Tensor, sums: Tensor, log_row: Tensor, before: State) -> tuple[Tensor, State, Tensor, Tensor]:
-        """Row t of a sequence's C, for the next token x (R, D).
+        """Computes row t of a sequence's C, for the next token x (R, D).
 
-        sums (R, t + 1) are V[0] .. V[t]; log_row (R, t) is log C[j, t-1] of this layer before stacking. Returns the
+        sums (R, t + 1) are V[0] .. V[t]. log_row (R, t) is log C[j, t-1] of this layer before stacking. Returns the
         stacked row (R, t + 1), the state for the next layer, and the new sums and log_row, each longer by one.
         """
         with full_precision(x):
@@ -199,13 +198,13 @@ class ClusterMaps(nn.Module):
             return row, state, sums, log_row
 
     def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
-        """log P of each axis, and log(1 - P) of each axis (empty without conditional stacking)."""
+        """log P of each axis, and log(1 - P) of each axis, which only conditional stacking needs (empty otherwise)."""
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
         complements = tuple(F.logsigmoid(-z) for z in scores)
-        if before:  # 1 - P is the product of this layer's 1 - P and those of the layers before it
+        if before:  # equation 6: the stacked 1 - P is the product of 1 - P in this layer and the layers before it
             complements = tuple(old + new for old, new in zip(before, complements, strict=True))
-        largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that the logarithm of P is finite
+        largest = -torch.finfo(complements[0].dtype).tiny  # less than 0, so that the logarithm of P is finite
         return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
 
     def _stacked(self, matrix: Tensor, log_complements: State, before: State) -> tuple[Tensor, State]:
@@ -219,13 +218,13 @@ class ClusterMaps(nn.Module):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Regions arranged into a grid: cell n has region order[n], or a dummy where valid_mask is False."""
+    """Regions arranged into a grid. Cell n has the region order[n], or is a dummy where valid_mask is False."""
 
     order: Tensor  # (B, H * W)
     valid_mask: Tensor  # (B, H * W)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Reorders x (B, N, D) from regions to cells, (B, H * W, D); dummies get zeros."""
+        """Reorders x (B, N, D) from regions to cells, (B, H * W, D). Dummies get zeros."""
         x = F.pad(x, (0, 0, 0, self.order.shape[1] - x.shape[1]))
         return x.gather(1, self.order[:, :, None].expand(-1, -1, x.shape[2]))
 
@@ -258,7 +257,7 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
     order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
     order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
     order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
-    # indices from this limit on are padding, or dummies
+    # an index at this limit or above it means padding or a dummy
     limit = count if lengths is None else lengths[:, None]
     return Arrangement(order, order < limit)
 
@@ -305,7 +304,7 @@ class ClusteredAttention(SelfAttention):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if attention_mask is None:
             weights = scores.softmax(-1)
-        else:  # finite scores: -inf gives NaN for an image without regions
+        else:  # with MASKED_SCORE, because -inf would give NaN for an image without regions
             hidden = ~attention_mask
             weights = scores.masked_fill(hidden, MASKED_SCORE).softmax(-1).masked_fill(hidden, 0.0)
         return weights if clusters is None else weights * clusters[:, None]
@@ -313,12 +312,12 @@ class ClusteredAttention(SelfAttention):
 
 @dataclass
 class PassState:
-    """What the layers share in a pass over image tokens or captions: inputs, and results for later layers."""
+    """What the layers share in a pass over image tokens or captions: their inputs, and results for later layers."""
 
     layout: Layout
     attention_mask: Tensor | None  # for (B, 1, N, N), True where a query may attend
-    window: Tensor | None  # the fixed C (1, N, N) in place of an adaptive one
-    stacked: State = ()  # what the next layer needs for equation 6
+    window: Tensor | None  # the fixed C (1, N, N) of all layers; None if each layer computes its C
+    stacked: State = ()  # of the layer before
 
 
 class ClusteredLayer(Layer):
@@ -372,13 +371,13 @@ class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
 
 @dataclass
 class ClusterCache(TreeCache):
-    """A tree of slots, and for each layer prefix sums (R, t + 1) of equation 4 and the last row (R, t) of C."""
+    """A tree of slots, and for each layer the prefix sums (R, t + 1) of equation 4 and the last row (R, t) of C."""
 
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
-    window: int | None = None  # size of a fixed window that replaces C
-    state: State = ()  # in the current step, what the next layer needs for equation 6
-    window_row: Tensor | None = None  # the current step's row (R, t) of a fixed C
+    window: int | None = None  # the size of a fixed window that replaces C
+    state: State = ()  # of the layer before, in the current step
+    window_row: Tensor | None = None  # row (R, t) of a fixed C for the current step
 
     def advance(self) -> None:
         super().advance()
@@ -409,7 +408,7 @@ class ClusterCache(TreeCache):
 
 
 class ClustFormer(EncoderDecoder):
-    """Ada-ClustFormer. `encode` returns the last encoder level, in the order of the input's tokens."""
+    """Ada-ClustFormer. `encode` returns the output of the last encoder layer, in the order of the input's tokens."""
 
     config: ClustFormerConfig
     encoder: Sequence[ClusteredEncoderLayer]
@@ -451,12 +450,12 @@ class ClustFormer(EncoderDecoder):
         return PassState(layout, attention_mask, window=matrix)
 
     def _start_caption_pass(self, tokens: Tensor) -> PassState:
-        """The state before the first decoder layer for tokens (B*K, T). A word attends to itself and earlier ones."""
+        """The state before the first decoder layer for tokens (B*K, T). A word attends to itself and earlier words."""
         mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
         return self._start_pass(Layout(rows=1, columns=tokens.shape[1]), mask, tokens.device)
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
-        """The arrangement of regions in a grid (else None), and the layout that the image tokens then have."""
+        """The arrangement of regions in a grid, if there is one, and the layout that the image tokens then have."""
         config, lengths, count = self.config, features.lengths, features.tokens.shape[1]
         if config.inputs == "regions" and config.encoder_clusters != "none":
             return self._arrange(features)
@@ -505,10 +504,11 @@ class ClustFormer(EncoderDecoder):
 class MaskTokenClustFormer(ClustFormer):
     """Ada-ClustFormer with the decoder of its published code, which predicts each word at a mask token.
 
-    To predict the word after t tokens, the decoder reads these tokens and then a mask token, which is PAD. All t + 1
-    tokens attend to each other, so that the states of earlier tokens differ from word to word, and only the keys and
-    values of cross-attention can be cached. The logits are those at the mask token. Teacher forcing runs the T prefixes
-    of a caption as T rows of T + 1 tokens, which takes T + 1 times the work and memory of the causal decoder's layers.
+    To predict the word after t tokens, the decoder reads these tokens and then a mask token, which is PAD. The logits
+    are those at the mask token. All t + 1 tokens attend to each other, so that the states of earlier tokens change with
+    each new word. A step can therefore reuse only the keys and values of cross-attention. Teacher forcing runs the T
+    prefixes of a caption as T rows of T + 1 tokens. This takes T + 1 times the work and memory of the causal decoder's
+    layers.
     """
 
     steps_compute_prefix = True
@@ -523,7 +523,7 @@ class MaskTokenClustFormer(ClustFormer):
         check_positions(length, self.sizes.max_positions)
         if self.masks is not None:
             self.masks.begin_pass(length)
-        # row t: the tokens 0 to t, the mask token at t + 1, and hidden mask tokens after it
+        # Row t has the tokens 0 to t and the mask token at t + 1. The mask tokens after it are hidden.
         is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
         prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)[:, None].expand(-1, length, -1)
         prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)

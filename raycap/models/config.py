@@ -1,8 +1,8 @@
 """Configurations of captioners, backbones, decoding and views of images, and the types of their numbers and texts.
 
 pydantic checks each value by its annotation, and `__post_init__` checks values that depend on each other. The upper
-limits are far above what anyone would train: they refuse a width of a billion before memory is asked for. This module
-is read quickly: it imports neither torch nor pydantic, which finds the method of `Before` by its name.
+limits are far above what anyone would train. They refuse, for example, a width of a billion before memory is asked for.
+The import of this module takes little time, because it imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ PYDANTIC = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan"
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,20}")
 _DECIMAL = re.compile(r"[-+]?([0-9]{1,20}\.?[0-9]{0,20}|\.[0-9]{1,20})([eE][-+]?[0-9]{1,3})?")
-# characters that no path, address or name has: control characters, and halves of characters
+# characters that no path, address or name has: control characters, and halves of surrogate pairs
 _NO_TEXT = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
-MAX_TEXT = 1024  # bytes; the longest key on S3
+MAX_TEXT = 1024  # bytes, as many as the longest key on S3 has
 
 
 @dataclass(frozen=True)
 class Before:
-    """A mark on a type: pydantic calls `function` with a value before it checks its type, strictly.
+    """A mark on a type: pydantic calls `function` with a value, and then checks the type of the result strictly.
 
-    Strict means that a boolean is no number, and a fraction no whole number.
+    Strictly means that a boolean is no number, and that a fraction is no whole number. pydantic finds the method of
+    this class by its name.
     """
 
     function: Callable[[object], object]
@@ -47,9 +48,9 @@ class Before:
 
 
 def read_number(value: object) -> object:
-    """The number that a text spells; any other value unchanged.
+    """The number that a text spells. Any other value is returned as it is.
 
-    `${NAME}` in a configuration gives a text, and YAML 1.1 reads 1e-3 as a text.
+    Numbers come as texts from `${NAME}` in a configuration, and from 1e-3, which YAML 1.1 reads as a text.
     """
     if isinstance(value, str) and _WHOLE.fullmatch(value):
         return int(value)
@@ -59,7 +60,7 @@ def read_number(value: object) -> object:
 
 
 def check_text(value: object) -> object:
-    """The value unchanged. Raises ValueError for a text that cannot be a path, an address or a name."""
+    """Returns the value as it is. Raises ValueError for a text that cannot be a path, an address or a name."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("the text is empty; give a value, or leave the key out")
@@ -82,14 +83,14 @@ Count = Annotated[int, Ge(1), Le(10_000), NUMBER]  # of heads, positions, image 
 CountOrZero = Annotated[int, Ge(0), Le(10_000), NUMBER]
 Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # of vectors; the widest layers of language models have about 50,000
 Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # captioners have 3 to 12
-Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # expansion vectors; the number of parameters limits them further
+Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # of expansion vectors; the number of parameters is limited, too
 Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # of a vocabulary
 Pixels = Annotated[int, Ge(1), Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384
 Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # of dropout and the like
 
 
 class Identity(Enum):
-    """How a configuration key enters a run's identity (`pipeline.runs.identity`). Unmarked keys enter by value."""
+    """How a key enters a run's identity (`pipeline.runs.identity`). A key without a mark enters by its value."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
     WITH_BACKBONE = "by its value where features come from a backbone"
@@ -105,8 +106,8 @@ class ModelConfig:
     """The settings of every captioner; each system adds more. Raises ValueError for sizes that do not fit.
 
     word_vectors: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
-    its input and output (`models/layers.py`) and trains them only with `train_word_vectors`. A bundle contains the
-    vectors, so that its configuration has a width but needs no file.
+    its input and output (`models/layers.py`), and trains them if `train_word_vectors` is set. The configuration of a
+    bundle has a width and no file, because the bundle contains the vectors.
     """
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
@@ -118,7 +119,7 @@ class ModelConfig:
     num_encoder_layers: Layers = 3
     num_decoder_layers: Layers = 3
     max_positions: Count | None = None
-    """None: the longest training caption with SOS and EOS."""
+    """The most tokens of a caption, with SOS and EOS. By default those of the longest training caption."""
     dropout: Rate = 0.1
     word_vectors: Annotated[Text | None, Identity.FILE] = None
     word_vector_width: Width | None = None
@@ -140,13 +141,8 @@ class ModelConfig:
         """Whether the model arranges image tokens by the boxes of regions."""
         return False
 
-    @property
-    def needs_grid(self) -> bool:
-        """Whether the model takes neighboring image tokens for neighbors in the picture."""
-        return False
-
     def check_inputs(self, regions: bool) -> None:
-        """Raises ValueError when the model cannot take region features, or grid features where `regions` is False."""
+        """Raises ValueError if the model cannot take region features, or if `regions` is False, grid features."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +150,12 @@ class ExpansionNetConfig(ModelConfig):
     """ExpansionNet v2, and the papers' baseline Transformer, which ignores the expansion settings.
 
     The encoder has static expansion with the groups `static_expansion` (G in the paper), or bidirectional dynamic
-    expansion with `encoder_dynamic_expansion` vectors per token (N_E), or attention when both are None. The decoder has
-    causal dynamic expansion with `dynamic_expansion` vectors per token, or attention when it is None. These settings
-    cover all rows of the paper's Table I.
+    expansion with `encoder_dynamic_expansion` vectors per token (N_E). If both are None, it has attention. The decoder
+    has causal dynamic expansion with `dynamic_expansion` vectors per token. If this is None, it has attention. These
+    settings cover all rows of the paper's Table I.
 
-    `expansion_dropout`: "reference" drops single elements of the expanded vectors, as in the paper, and needs
-    the expanded sequence in memory. "factorized" drops whole expanded vectors and takes less time and memory; no score
+    expansion_dropout: "reference" drops single elements of the expanded vectors, as in the paper, and needs the
+    expanded sequence in memory. "factorized" drops whole expanded vectors, which takes less time and memory. No score
     of it is published. Evaluation is the same for both.
     """
 
@@ -184,21 +180,21 @@ class ExpansionNetConfig(ModelConfig):
 class MeshedMemoryConfig(ModelConfig):
     """The Meshed-Memory Transformer. Its settings cover all rows of the paper's ablations (Tables 1, 6 and 7).
 
-    `connection`: which encoder levels a decoder layer attends to: all through gates ("meshed"), the level with the
-    layer's number ("one_to_one"), or the last level ("last", as in the plain Transformer).
+    connection: the encoder levels that a decoder layer attends to. "meshed": all levels, through gates. "one_to_one":
+    the level with the layer's number. "last": the last level, as in the plain Transformer.
 
-    `attended_regions`: every image gets this number of regions, and the attention includes those that are padding, as
-    in the reference, whose published weights were trained so with 50. None masks padding.
+    attended_regions: every image gets this number of regions, and attention includes those that are padding. This is
+    so in the reference, whose published weights were trained with 50. None masks padding.
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
     num_memory_slots: CountOrZero = 40
-    """Learned keys and values in addition to those of the regions; 0 for none."""
+    """The number of learned keys and values in addition to those of the regions."""
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"
-    """How meshed levels are weighted; softmax is over the levels."""
+    """How meshed levels are weighted. The softmax is over the levels."""
     attention: Literal["dot_product", "on_attention"] = "dot_product"
-    """Of every attention in encoder and decoder."""
+    """The kind of every attention in encoder and decoder."""
     attended_regions: Count | None = None
 
     def __post_init__(self) -> None:
@@ -221,37 +217,37 @@ class MeshedMemoryConfig(ModelConfig):
 class ClustFormerConfig(ModelConfig):
     """Ada-ClustFormer. Its settings cover all rows of the paper's ablation (Table 1); C is the clustering matrix.
 
-    decoder: "causal", where a word attends to itself and earlier words, or "mask_token" as in the published code,
-    where each word is predicted from a bidirectional pass over the words before it (`models/clustformer.py`).
+    decoder: in a "causal" one, a word attends to itself and earlier words. In a "mask_token" one, as in the published
+    code, each word is predicted by a bidirectional pass over the words before it (`models/clustformer.py`).
     """
 
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: Layers = 6
     num_decoder_layers: Layers = 6
     encoder_clusters: Literal["2d", "1d", "none"] = "2d"
-    """C of the image tokens; 1d: of their rows joined to one."""
+    """The kind of C of the image tokens. For 1d, the rows of the grid are joined to one."""
     decoder_clusters: Literal["1d", "none"] = "1d"
-    """C of the words."""
+    """The kind of C of the words."""
     clustered_encoder_layers: tuple[Layers, ...] | None = None
-    """Numbers, from 1, of the layers that have C; None: all."""
+    """The numbers, from 1, of the layers that have C. By default all have it."""
     clustered_decoder_layers: tuple[Layers, ...] | None = None
     stacking: Literal["matrix", "conditional", "none"] = "matrix"
     """What equation 6 stacks (`models/clustformer.py`)."""
     sampling: Count = 2
-    """Down-up sampling rate of the encoder."""
+    """The rate of down-up sampling in the encoder."""
     window: CountOrZero | None = None
-    """Size of a fixed window that replaces C everywhere."""
+    """The size of a fixed window that replaces C everywhere."""
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
     grid: tuple[Count, Count] | None = None
-    """[rows, columns]; None: a square."""
+    """[rows, columns]. By default the grid is a square."""
     region_rows: Count = 6
-    """Rows of the grid into which regions are arranged by their boxes."""
+    """The rows of the grid into which regions are arranged by their boxes."""
     decoder: Literal["causal", "mask_token"] = "causal"
     activation: Literal["relu", "gelu"] = "relu"
-    """Of the feed-forward sublayers."""
+    """The activation of the feed-forward sublayers."""
     input_dropout: Rate | None = None
-    """Of the image tokens, also where a stage sets dropout; None: as dropout."""
+    """The dropout of the image tokens, which a stage's dropout does not change. By default it is as dropout."""
     cross_attention_dropout: bool = False
     """Whether dropout reaches the weights of cross-attention too."""
 
@@ -275,10 +271,6 @@ class ClustFormerConfig(ModelConfig):
     def needs_boxes(self) -> bool:
         return self.inputs == "regions" and self.encoder_clusters != "none"
 
-    @property
-    def needs_grid(self) -> bool:
-        return self.inputs == "grid" and self.encoder_clusters != "none"
-
     def check_inputs(self, regions: bool) -> None:
         if regions and self.inputs == "grid":
             raise ValueError("model.inputs = grid, and features.hdf5 brings regions; set model.inputs to regions")
@@ -289,8 +281,8 @@ class ClustFormerConfig(ModelConfig):
             )
 
 
-# The systems by `model.name`. A new captioner needs a configuration class in this file, an entry here, a file with its
-# model, and a row in `models/captioner.py`. Configuration files and searches can then use it.
+# The classes of configurations by `model.name`. A new captioner needs a class in this file, an entry here, a file with
+# its model, and a row in `models/captioner.py`. Configuration files and searches can then use it.
 MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
     "expansionnet_v2": ExpansionNetConfig,
     "transformer": ExpansionNetConfig,
@@ -301,7 +293,7 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that the data decide, and the ids of the special tokens. Raises ValueError for an id without a word."""
+    """The sizes that follow from the data, and the ids of special tokens. Raises ValueError if an id has no word."""
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
 
@@ -322,7 +314,7 @@ class ModelSizes:
 
 
 MAX_STAGES = 8  # each stage doubles the width and halves the sides of the grid
-SIZE_KEYS = ("embed_dim", "depths", "num_heads", "window_size", "patch_size")  # replace sizes of the named model
+SIZE_KEYS = ("embed_dim", "depths", "num_heads", "window_size", "patch_size")  # they replace sizes of the named model
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]*)?")
 
 
@@ -331,14 +323,15 @@ class BackboneConfig:
     """A timm model, the source of its weights, its image tokens, and sizes that replace those of the named model.
 
     name: "architecture" or "architecture.tag", as timm lists them.
-    weights: "none" (drawn at random), "pretrained" (downloaded by timm) or the path of a checkpoint in timm's naming or
-    one that timm converts, such as the original Swin's (.safetensors, or a PyTorch file with tensors only).
+    weights: "none" (drawn at random), "pretrained" (downloaded by timm), or the path of a checkpoint with timm's names
+    or others that timm converts, such as the original Swin's. It is a safetensors file, or a PyTorch file with tensors
+    only.
     embed_dim to patch_size: `encoders.backbone` lists the families that take them. A model without stages takes one
     number of `depths` and of `num_heads`.
-    prefix_tokens: "keep" puts class and register tokens, if the model has any, before those of the grid.
-    pool: the side of the squares of grid tokens that are averaged to one.
-    transform: "auto" (the named model's; for swin_* the reference's), "squash" (the named model's interpolation and
-    statistics, without cropping) or "reference" (bilinear without cropping, ImageNet's statistics).
+    pool: the side of the squares of grid tokens that are averaged to one token.
+    transform: "auto" is that of the named model, and for swin_* that of the reference. "squash" has the named model's
+    interpolation and statistics, and does not crop. "reference" is bilinear with ImageNet's statistics, and does not
+    crop.
     """
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
@@ -351,10 +344,9 @@ class BackboneConfig:
     num_heads: Annotated[tuple[Count, ...], MinLen(1), MaxLen(MAX_STAGES)] | None = None
     window_size: Count | None = None
     drop_path: Rate = 0.0
-    gradient_checkpointing: Annotated[Literal["auto", True, False], Identity.IGNORED] = "auto"
-    """Compute activations again in the backward pass instead of keeping them; auto: if the memory does not suffice."""
+    gradient_checkpointing: Annotated[bool, Identity.IGNORED] = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     patch_size: Pixels | None = None
-    prefix_tokens: Literal["drop", "keep"] = "drop"
     pool: Count = 1
     transform: Literal["auto", "squash", "reference"] = "auto"
 
@@ -379,7 +371,7 @@ class BackboneConfig:
         return self.name.startswith("swin_")
 
     def feature_settings(self, *ignored: str) -> Values:
-        """The keys and values, without those in `ignored`. Descriptions of stored results contain them."""
+        """The keys and values without those in `ignored`, for the description of stored results."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
 
 
@@ -387,14 +379,14 @@ class BackboneConfig:
 class Decoding:
     """Rules for words, diverse beams and sampling. Raises ValueError for values that make no sense.
 
-    suppress_unk: no caption has UNK. min_length: no caption has fewer tokens, which count SOS and EOS. no_repeat_ngram:
-    no caption has the same n tokens twice, for this n. no_open_endings: no caption ends with a word that needs another
-    word after it, such as "a" or "with".
+    suppress_unk: no caption has UNK. min_length: no caption has fewer tokens, with SOS and EOS. no_repeat_ngram: for
+    this n, no caption has the same n tokens in a row twice. no_open_endings: no caption ends with a word that needs
+    another word after it, such as "a" or "with".
 
-    beam_groups: the beams are this many groups, which search one after the other (Vijayakumar et al. 2016,
-    arXiv 1610.02424). A group prefers other words than earlier groups: the log-probability of a word is lowered by
-    `diversity` for each beam of an earlier group that has chosen it at the same step. The paper recommends a diversity
-    from 0.2 to 0.8 (section 5).
+    beam_groups: the beams are divided into this many groups, which choose their words one group after the other
+    (Vijayakumar et al. 2016, arXiv 1610.02424). A group prefers words that earlier groups have not chosen: a word's
+    log-probability is lowered by `diversity` for each beam of an earlier group that has chosen it at the same step. The
+    paper recommends a diversity from 0.2 to 0.8 (section 5).
 
     sampling: captions are drawn, without beams, from softmax(logits / temperature), restricted to the `top_k` most
     probable words and then to the fewest words whose probabilities add up to `top_p` (Holtzman et al. 2019,
@@ -449,10 +441,10 @@ class Decoding:
         return ", ".join(text for text, holds in texts.items() if holds) or "all words allowed"
 
 
-# the search of the papers' codes, and of bundles that record no other one
+# the rules of the papers' codes, and of bundles that record no others
 PLAIN = Decoding(suppress_unk=False)
 
-VIEWS_VERSION = 1  # of `encoders.transform.augmented`; raise it when its pixels change, which makes views again
+VIEWS_VERSION = 1  # raise it when the pixels of `encoders.transform.augmented` change, so that views are made again
 
 
 @dataclass(frozen=True)
@@ -473,28 +465,28 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Views:
-    """`count` augmented versions of each training image. A seed selects one of the stored ones, or draws a new one."""
+    """`count` augmented versions of each training image."""
 
     count: int
     augmentation: Augmentation
 
     def keys(self, content_key: str) -> list[str]:
-        """The keys of an image's versions in a feature store, which differ from those of another augmentation."""
+        """The keys of an image's versions in a feature store. Another augmentation has other keys."""
         return [content_key + suffix for suffix in self.suffixes]
 
     @cached_property
     def suffixes(self) -> list[str]:
-        """The ends of the keys, which follow the content key."""
+        """What follows the content key in the keys of the versions."""
         settings = json.dumps([VIEWS_VERSION, asdict(self.augmentation)], sort_keys=True)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
         return [f"-{digest}-{number}" for number in range(self.count)]
 
 
 def content_key_of(key: str) -> str:
-    """The content key in a key of `Views.keys`, or the content key `key` itself."""
+    """The content key in a key of `Views.keys`. A content key is returned as it is."""
     return key.partition("-")[0]
 
 
 def seed_of_key(key: str) -> int | None:
-    """The seed of `augmented` for a key of `Views.keys`; None for a content key, whose image is not changed."""
+    """The seed of `augmented` for a key of `Views.keys`. None for a content key, whose image is not changed."""
     return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) if "-" in key else None

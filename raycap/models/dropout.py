@@ -1,9 +1,11 @@
-"""Dropout, and masks that the sampling of captions shares with the teacher-forced pass that scores them.
+"""Dropout, and masks that SCST uses twice: when it samples captions, and when it computes their loss.
 
-With shared masks the gradient of the pass is that of the sampling. The n-th dropout of a step is the n-th dropout of
-the pass. A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code; ExpansionNet v2's
-code has no cache and draws new masks for all positions in each step. A beam that continues another one takes over its
-masks at the positions so far.
+Sampling decodes a caption step by step. The loss comes from one teacher-forced pass over the whole caption. If both
+drop the same elements, the gradient of the pass is the gradient of the sampling. The n-th dropout of a step and the
+n-th dropout of the pass therefore use the same masks.
+
+A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code. (ExpansionNet v2's code has no
+cache, so it draws new masks for all positions in each step.) A beam that continues another beam takes over its masks.
 
 Shapes: B images, K captions per image, R = B*K rows, T positions, N further dimensions of a mask.
 """
@@ -42,7 +44,7 @@ def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _dropped_bytes(p: float) -> int:
-    """The number of the 256 bytes that mean "dropped" on the CPU, where p is rounded."""
+    """How many of the 256 values of a random byte mean "dropped" on the CPU: 256 p, rounded."""
     return min(max(round(256 * p), 1), 255)
 
 
@@ -51,7 +53,7 @@ def keep_mask(shape: Sequence[int], p: float, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(shape, dtype=torch.uint8, device=device).bernoulli_(1 - p)
     count = math.prod(shape)
-    # random 64-bit words, rounded up: one draw of the generator gives the bytes of eight elements
+    # each random 64-bit word gives the bytes of eight elements
     words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
     # a random byte below this number becomes 0, any other 1
     return words.view(torch.uint8)[:count].view(shape).ge_(_dropped_bytes(p))
@@ -89,9 +91,10 @@ class Dropout(nn.Module):
         return self.training and self.p > 0.0
 
     def forward(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None = None) -> Tensor:
-        """x after dropout. `shared` takes its mask, of equally many elements in the same order, from `masks`.
+        """x after dropout.
 
-        The default is for x (R, ..., T, D), and for x (R, ..., 1, D) or (R, D) of a step.
+        If masks are shared, `shared` takes the mask of x from them. It must have the elements of x in the same order.
+        Without `shared`, x is (R, ..., T, D) in a pass, and (R, ..., 1, D) or (R, D) in a step.
         """
         if not self.active:
             return x
@@ -121,15 +124,16 @@ class CaptionMasks:
 
     def __init__(self, rows: int, length: int, device: torch.device) -> None:
         self.length = length
-        self.rows = torch.arange(rows, device=device)  # of the images that remain in sampling
-        self.sources = self.rows[:, None].repeat(1, length)  # (R, T), by caption and position: the row of its mask
-        self.drawn: list[Tensor] = []  # of each dropout: (T, R, N) for tokens, (T, T, R, N) for pairs of tokens
-        self.calls = 0  # dropouts so far in this step or pass
-        self.position: int | None = None  # of the step; None in a pass
+        self.rows = torch.arange(rows, device=device)  # the captions of the images that are still sampled
+        self.sources = self.rows[:, None].repeat(1, length)  # (R, T): the row whose mask a caption has at a position
+        # The masks of each dropout: (T, R, N) if it drops elements of tokens, (T, T, R, N) for pairs of tokens.
+        self.drawn: list[Tensor] = []
+        self.calls = 0  # the number of dropouts so far in this step or pass
+        self.position: int | None = None  # the position of the step; None in a pass
 
     @contextmanager
     def in_use(self, model: nn.Module) -> Iterator[None]:
-        """In a `with` block, the decoder of `model` has these masks. Its encoder must not run there."""
+        """Within the context, the decoder of `model` uses these masks. Its encoder must not run there."""
         modules: list[Any] = [module for module in model.modules() if hasattr(module, "masks")]
         for module in modules:
             module.masks = self
@@ -143,28 +147,31 @@ class CaptionMasks:
         self.calls, self.position = 0, position
 
     def begin_pass(self, length: int) -> None:
-        """A teacher-forced pass over captions with `length` input tokens; it ends the sampling."""
+        """Ends the sampling, and begins a teacher-forced pass over captions with `length` input tokens."""
         self.calls, self.position = 0, None
         self.sources = self.sources[:, :length]
 
     def select(self, index: Tensor) -> None:
-        """After a step: remaining row r continues the former remaining row index[r], as in `Cache.select`."""
+        """After a step, lets row r continue the former row index[r], as `Cache.select` does.
+
+        Rows are counted among those of the images that are still sampled.
+        """
         assert self.position is not None
         past = slice(0, self.position + 1)
         self.sources[self.rows, past] = self.sources[self.rows[index], past]
 
     def reorder(self, order: Tensor) -> None:
-        """After a search: caption k of image b is the former one order[b, k]."""
+        """After a search, moves the former caption order[b, k] of image b to place k."""
         images, beams = order.shape
         first = torch.arange(0, images * beams, beams, device=order.device)
         self.sources = self.sources[(first[:, None] + order).flatten()]
 
     def keep_images(self, index: Tensor, beams: int) -> None:
-        """Only the images with these indices among the remaining ones remain in sampling."""
+        """Ends the sampling of all images that are not in `index`, which counts the images that are still sampled."""
         self.rows = self.rows.view(-1, beams)[index].flatten()
 
     def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
-        """The next dropout's mask: (R, T, *shape) in a pass, (R, 1, *shape) of the remaining rows in a step."""
+        """The next dropout's mask: (R, T, *shape) in a pass, or (R, 1, *shape) for the rows of a step."""
         mask = self._get_or_draw((self.length, len(self.sources), *shape), p)
         if self.position is not None:
             return mask[self.position, self.rows][:, None]
@@ -173,7 +180,7 @@ class CaptionMasks:
     def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
         """The next dropout's mask for pairs of tokens: (R, T, T, *shape) in a pass.
 
-        In a step it is (2, R, t, *shape): the new token's pairs as the first token, and as the second one.
+        In a step it is (2, R, t, *shape): first the pairs that begin with the new token, then those that end with it.
         """
         mask = self._get_or_draw((self.length, self.length, len(self.sources), *shape), p)
         if self.position is not None:
@@ -197,7 +204,8 @@ class CaptionMasks:
 class PrefixMasks(CaptionMasks):
     """Masks for a decoder whose step computes all tokens so far and a mask token (`models/clustformer.py`).
 
-    Every step has new masks for all of its tokens. The pass has T rows of T + 1 tokens per caption, one per step.
+    Every step has new masks for all of its tokens. The pass has a row of T + 1 tokens for each of the T steps of a
+    caption.
     """
 
     def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:

@@ -1,8 +1,8 @@
 """ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
 
-Layers are pre-norm, x + dropout(sublayer(norm(x))). After the last layer follow x + dropout(Linear(outputs of all
-layers)) and a LayerNorm, as in the reference. PAD after a caption needs no mask, because a decoder row depends only on
-the tokens before it.
+Layers are pre-norm, x + dropout(sublayer(norm(x))). The last layer is followed by x + dropout(Linear(outputs of all
+layers)) and a LayerNorm, as in the reference. PAD after a caption needs no mask, because the output at a token depends
+only on the tokens up to it.
 
 The mixers are the static and the dynamic expansion (section III) in factorized form: the expanded sequence never
 exists. With A+ = relu(M), A- = relu(-M), forward weights F (A normalized over the input tokens) and backward weights R
@@ -13,11 +13,11 @@ exists. With A+ = relu(M), A- = relu(-M), forward weights F (A normalized over t
 so that an (L, L) product replaces an (E, D) one. This is exact in evaluation. In training the reference drops single
 elements of the expanded vectors, which needs the long form (`ExpansionNetConfig.expansion_dropout`).
 
-M is not divided by sqrt(D) as in equation 2: the normalization cancels the factor, with an epsilon that is sqrt(D)
-times as large (`Expansion.epsilon`).
+Equation 2 divides M by sqrt(D). Here M is not divided, because the normalization cancels the factor if epsilon is
+sqrt(D) times as large (`Expansion.epsilon`).
 
 The weights F and R (equations 3, 4 and 6) and their gradient are written by hand at the end of this file. Autograd
-would keep five tensors of the size of M per stream and pass over them about thirty times; the gradient below keeps only
+would keep five tensors of the size of M per stream and pass over them about thirty times. The gradient below keeps only
 the results and needs half of the passes. With y = a r and r = 1 / (sum a + eps), it is
 
     da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
@@ -62,7 +62,7 @@ Dims = int | tuple[int, ...]
 
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Equation 8; all tensors are (..., D). As in the reference, the gate weights the positive stream by channel."""
+    """Equation 8; all tensors are (..., D). The gate is the weight of the positive stream, as in the reference."""
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
@@ -130,8 +130,8 @@ class DynamicExpansion(Expansion):
     """Dynamic expansion (paper III-A1): N_E expanded vectors for each token; causal or bidirectional.
 
     c_s and k_t are a token's condition and key, e_n and b_n are rows of E_Q and E_B. Queries are c_s + e_n, so that
-    M[(s, n), t] = c_s k_t + e_n k_t: an (L, L) and an (N_E, L) product, added by broadcasting. The bias c_s + b_n
-    splits in the same way, into (R summed over n) C + (R summed over s) E_B.
+    M[(s, n), t] = c_s k_t + e_n k_t. This is the sum of an (L, L) and an (N_E, L) product, added by broadcasting. The
+    bias c_s + b_n splits in the same way, into (R summed over n) C + (R summed over s) E_B.
     """
 
     def __init__(self, d_model: int, vectors: int, causal: bool, dropout: float, factorized_dropout: bool) -> None:
@@ -142,10 +142,10 @@ class DynamicExpansion(Expansion):
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None.
 
-        A causal expansion masks the future only, because padding comes last.
+        A causal expansion ignores the mask. It hides the future, and padding comes last.
         """
-        # Early positions are normalized over few keys, so that their weights jump where M crosses zero: a sign that
-        # bfloat16 rounds wrongly changes logits by 0.1 and more. The products are small: bfloat16 would not be faster.
+        # Not in bfloat16: early positions are normalized over few keys, so that their weights jump where M crosses
+        # zero, and a wrong sign by rounding changes logits by 0.1 and more. The products are too small to gain speed.
         with full_precision(x):
             return self._expand(self._project(x), valid_mask)
 
@@ -187,7 +187,7 @@ class DynamicExpansion(Expansion):
         return self.in_proj(x.to(self.in_proj.weight.dtype))
 
     def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Masks with 1 where the vectors of s read token t, and where token t reads them; None for no mask."""
+        """Two masks with 1 where the vectors of s read token t, and where token t reads them. None if all is read."""
         if self.causal:
             length = m.shape[-1]
             earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
@@ -199,10 +199,10 @@ class DynamicExpansion(Expansion):
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
         """The next token of each beam, x (B*K, D) -> (B*K, D); causal.
 
-        ancestors (B, K, t) are the slots on each beam's path, the new one last. The forward weights of past vectors
-        never change and are cached; with dropout of single elements, the expanded vectors are. Products are computed
-        for all slots of an image, and each beam picks the results of its ancestors. The leading dimensions combine the
-        two streams and the two directions: new vectors read past tokens, and the new token reads past vectors.
+        ancestors (B, K, t) are the slots on each beam's path, the new one last. Past vectors never change, so their
+        forward weights are cached; if single elements are dropped, the expanded vectors are cached instead. Products
+        are computed for all slots of an image, and each beam picks the results of its ancestors. The leading dimensions
+        are the two streams and the two directions: new vectors read past tokens, and the new token reads past vectors.
         """
         with full_precision(x):
             if isinstance(slots, RowSlots):
@@ -220,7 +220,7 @@ class DynamicExpansion(Expansion):
             if self.long_form:
                 columns = self._step_expanded(parts[:, 0] * scale, cached[2:], slots, paths)
             else:
-                # a slot's forward weights are stored by position u on its path, so that they need no lookup by ancestor
+                # a slot's forward weights are stored by the position u on its path, so that beams look up nothing
                 new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
                 torch.mul(parts[:, 0], scale, out=new_slots)
                 if self.dropout.active:
@@ -232,7 +232,7 @@ class DynamicExpansion(Expansion):
             return self._step_streams(by_vector, backward, columns, cached, gate, paths)
 
     def _step_rows(self, maps: Tensor, slots: RowSlots) -> Tensor:
-        """`step` in evaluation for rows with slots of their own: returns (R, D).
+        """`step` in evaluation for captions that share no slots: returns (R, D).
 
         maps (R, 5 D) are C, K, V1, V2 and the gate of the new tokens. Here dimension 1 counts the streams.
         """
@@ -255,9 +255,10 @@ class DynamicExpansion(Expansion):
         return gated(gate, positive, negative)
 
     def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
-        """M of the new vectors over their path's tokens, and of the path's vectors over the new token.
+        """M (2, B, K, N_E, t) of the new vectors over the tokens of their path, and of its vectors over the new token.
 
-        (2, B, K, N_E, t), from C and K of the new tokens, new (4, B, K, D), and of all slots, cached (4, B, slots, D).
+        C and K are the first two tensors of `new` (4, B, K, D) for the new tokens, and of `cached` (4, B, slots, D) for
+        all slots.
         """
         _, images, beams, length = paths.shape
         condition, key = new[0], new[1]  # (B, K, D)
@@ -288,14 +289,14 @@ class DynamicExpansion(Expansion):
     ) -> Tensor:
         """Equations 7 and 8 for the new tokens: returns (B*K, D).
 
-        backward (2, B, K, N_E, s) is R, by_vector (2 B K, N_E) its sum over s, columns (2, B, slots, N_E, u) is F; in
-        the long form, columns (2, B, slots, N_E, D) are the expanded vectors before their bias.
+        backward (2, B, K, N_E, s) is R, and by_vector (2 B K, N_E) is its sum over s. columns (2, B, slots, N_E, u) is
+        F. In the long form, columns (2, B, slots, N_E, D) are the expanded vectors before their bias.
         """
         _, images, beams, length = paths.shape
         count, width = cached.shape[2:]
         rows = backward.new_zeros(2, images, beams, count, self.vectors)
         rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
-        # the weights of a path's tokens: (values or conditions, stream, B, K, t)
+        # weights of the tokens on a path: first those of their values, then of their conditions, each (2, B, K, t)
         path_weights = backward.new_empty(2, 2, images, beams, length)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
         rows, columns = rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1)
@@ -398,7 +399,7 @@ class ExpansionNet(EncoderDecoder):
         return Memory(self.encoder_sum(layer_outputs(self.encoder, x, valid_mask)), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """As in the reference, dropout comes before the scale."""
+        """See `EncoderDecoder.embed`. As in the reference, dropout comes before the scale."""
         positions = position_rows(self.positions.weight, position, tokens.shape[1])
         return self.word_dropout(self.token_embedding(tokens)) * math.sqrt(self.config.d_model) + positions
 
@@ -406,7 +407,10 @@ class ExpansionNet(EncoderDecoder):
         return self.lm_head(self.decoder_sum(outputs))
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
-        """One teacher-forced pass in the materialized form as Table VI counts it: attention with 3 projections."""
+        """See `CaptionModel.paper_macs`. Table VI counts a teacher-forced pass in the long form.
+
+        It counts three projections for attention.
+        """
         config, n, t = self.config, image_tokens, caption_tokens
         d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size
 
@@ -430,7 +434,7 @@ class ExpansionNet(EncoderDecoder):
 
 
 class Transformer(ExpansionNet):
-    """The papers' baseline, which has no public code: self-attention in place of all expansions."""
+    """The papers' baseline: self-attention in place of all expansions. Its code is not public."""
 
     def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)
@@ -454,8 +458,8 @@ def total(a: Tensor, dims: Dims) -> Tensor:
 
 
 def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
-    """1 / (sums + epsilon) in `dtype`; overwrites `sums`, which must be float32 or float64 so that epsilon counts."""
-    if torch.compiler.is_exporting():  # the same number; optimizers of ONNX graphs take an addend below 1e-8 for 0
+    """1 / (sums + epsilon) in `dtype`. It overwrites `sums`, which is float32 or float64, so that epsilon counts."""
+    if torch.compiler.is_exporting():  # scaled, because optimizers of ONNX graphs take an addend below 1e-8 for 0
         sums, epsilon = sums * EXPORT_SCALE, epsilon * EXPORT_SCALE
         result = sums.add(epsilon).reciprocal().mul(EXPORT_SCALE)
     else:
@@ -466,23 +470,24 @@ def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
 
 
 def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
-    """The gradient r (dy - sum(dy y)) of a, from dy = `gradient` and r = `inverse`; the sum is over `dims`."""
+    """The gradient of a: r (dy - sum(dy y)), where dy is `gradient`, r is `inverse`, and the sum is over `dims`."""
     product = gradient * y
     return torch.sub(gradient, total(product, dims).to(y.dtype), out=product).mul_(inverse)
 
 
 def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
-    """The gradient of M from those of its two parts, which count where `above` or `below`, respectively, is above 0."""
-    relu_gradient = torch.ops.aten.threshold_backward  # one pass; a comparison and a product would be two
+    """The gradient of M: `positive` where `above` > 0, minus `negative` where `below` > 0."""
+    relu_gradient = torch.ops.aten.threshold_backward  # one pass, where a comparison and a product would be two
     return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
 
 
 class StaticWeights(torch.autograd.Function):
     """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
 
-    Forward weights are normalized over the tokens L where the mask (B, L, 1) is 1, and 0 elsewhere. Backward weights
-    are normalized in each group of E, divided by the number of groups, and not masked (the reference's rule). The
-    streams are computed separately, because the tensors are large and their gradients arrive separately.
+    Forward weights are normalized over the tokens L where the mask (B, L, 1) is 1. Elsewhere they are 0. Backward
+    weights are normalized in each group of E and divided by the number of groups. As in the reference, they are not
+    masked. The streams are computed one after the other, because the tensors are large and their gradients come one
+    after the other.
     """
 
     @staticmethod
@@ -491,7 +496,7 @@ class StaticWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            # masked before the product, which overflows at padding in float16
+            # masked before the product, because the product overflows at padding in float16
             masked = part if valid_mask is None else part * valid_mask
             inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
             results.append(masked * inverses[-1])
@@ -528,9 +533,9 @@ class StaticWeights(torch.autograd.Function):
 class DynamicWeights(torch.autograd.Function):
     """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
 
-    Forward weights are normalized over t where `forward_mask` is 1, backward weights over (s, N_E) where
-    `backward_mask` is 1; both are 0 elsewhere. The masks broadcast to M; both are None or neither. Both streams are in
-    one tensor, because the tensors are small and the number of operations decides the time.
+    Forward weights are normalized over t where `forward_mask` is 1. Backward weights are normalized over (s, N_E) where
+    `backward_mask` is 1. Elsewhere both are 0. The masks broadcast to M; either both are None, or none is. One tensor
+    has both streams, because the tensors are small, so that the number of operations decides the time.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Layers that the captioners share, and the frame of a captioner with encoder and decoder layers.
 
-Word vectors are learned, or given ones such as GloVe's. Given vectors are used as in the Meshed-Memory paper's section
-"Novel object captioning". They have width G and are mapped to D before the first decoder layer. The output of the last
-layer is mapped back to G, and its products with all word vectors are the logits. The model can then produce words of no
-training caption, whose fixed vectors are near those of training words.
+The vectors of words are learned, or given, such as GloVe's. Given vectors are used as in the Meshed-Memory paper's
+section "Novel object captioning". They have width G and are mapped to D before the first decoder layer. The output of
+the last layer is mapped back to G, and its products with all word vectors are the logits. The model can then write a
+word that no training caption has, if its vector is near those of training words.
 
 Shapes: B images, N image tokens, K captions per image, T caption tokens, D width, G width of given vectors, H heads,
 V vocabulary.
@@ -29,7 +29,7 @@ LayerType = TypeVar("LayerType", bound="Layer")
 
 
 def xavier_blocks_(weight: Tensor, blocks: int = 1) -> None:
-    """Xavier uniform for each of `blocks` equal row blocks of a weight that fuses several maps of one input."""
+    """Draws each of `blocks` equal row blocks of a weight Xavier-uniform, because each block is a map of its own."""
     for block in weight.chunk(blocks):
         nn.init.xavier_uniform_(block)
 
@@ -87,8 +87,8 @@ def attend(
 
     `bias` is broadcast to the scores (B, H, Q, N). `dropout` is applied to the weights (B, H, Q, N).
 
-    Keys from `cached_for_steps` belong to a decoding step: for its few queries torch's fused kernel on a CPU takes
-    longer than the two products written out.
+    Keys from `cached_for_steps` belong to a decoding step, which has few queries. On a CPU the two products are then
+    written out, because torch's fused kernel takes longer.
     """
     query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
     if dropout is None and (query.device.type != "cpu" or not key.mT.is_contiguous()):
@@ -102,7 +102,7 @@ def attend(
 
 
 def cached_for_steps(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values (..., N, d) in the memory layout that `attend` reads: by columns on a CPU, else by rows."""
+    """Keys and values (..., N, d) in the memory layout that is fast in `attend`: on a CPU, keys are by columns."""
     key = key.mT.contiguous().mT if key.device.type == "cpu" else key.contiguous()
     return key, value.contiguous()
 
@@ -121,7 +121,7 @@ class OutputProjection(nn.Linear):
     """
 
     def __init__(self, d_model: int, attention_on_attention: bool) -> None:
-        self.blocks = 2 if attention_on_attention else 1  # number of maps that the weight fuses
+        self.blocks = 2 if attention_on_attention else 1  # the number of maps whose rows are in the weight
         super().__init__(self.blocks * d_model, self.blocks * d_model)
 
     def forward(self, mixed: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -158,7 +158,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """The output (B*K, T, D) for x (B*K, T, D) over keys and values of B images; bias is (B, 1, 1, N) or None."""
-        # the K captions of an image form one longer query sequence, so that its keys are read once
+        # the queries of an image's K captions are one longer sequence, so that the keys are read only once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)
         drops = self.dropout is not None and self.dropout.active
@@ -177,7 +177,7 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, causal or bidirectional: the mixer of the baseline, whose code is not public."""
+    """Multi-head self-attention, causal or bidirectional. It is the mixer of the papers' baseline Transformer."""
 
     def __init__(self, d_model: int, num_heads: int, causal: bool, attention_on_attention: bool = False) -> None:
         super().__init__()
@@ -202,9 +202,10 @@ class SelfAttention(nn.Module):
         return self.out_proj(merge_heads(mixed), x)
 
     def project_step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> tuple[Tensor, ...]:
-        """Queries (B, H, K, D / H) from x (B*K, D), keys and values (B, H, slots, D / H), and a mask (B, K, slots).
+        """The parts of a step's attention: queries, keys, values and a mask.
 
-        The mask is True at the slots on a beam's path, which ancestors (B, K, t) lists.
+        Queries (B, H, K, D / H) are those of the new tokens x (B*K, D). Keys and values (B, H, slots, D / H) are those
+        of all slots. The mask (B, K, slots) is True at the slots on a beam's path, which ancestors (B, K, t) lists.
         """
         images, beams, _ = ancestors.shape
         maps = self.in_proj(x).view(images, beams, 3, -1)
@@ -221,7 +222,7 @@ class SelfAttention(nn.Module):
         return tuple(split_heads(part, self.num_heads) for part in (query[:, None], key, value))
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam: x (B*K, D) -> (B*K, D); ancestors (B, K, t), the slots of each beam's path."""
+        """The mixed next token of each beam, (B*K, D), from x (B*K, D). ancestors (B, K, t): the slots on its path."""
         if isinstance(slots, RowSlots):
             query, key, value = self.project_rows(x, slots)
             mixed = F.scaled_dot_product_attention(query, key, value)
@@ -232,7 +233,7 @@ class SelfAttention(nn.Module):
 
 
 class WordVectors(nn.Embedding):
-    """Given word vectors (V, G), and a linear map to D. They are random until `fill_word_vectors` sets them."""
+    """Given word vectors (V, G), and a linear map to D. The vectors are random until `fill_word_vectors` sets them."""
 
     def __init__(self, count: int, width: int, d_model: int, trained: bool) -> None:
         super().__init__(count, width)
@@ -248,7 +249,7 @@ class TiedOutput(nn.Linear):
 
     def __init__(self, words: WordVectors, d_model: int) -> None:
         super().__init__(d_model, words.embedding_dim)
-        self.tied = (words,)  # the tuple hides the embedding from PyTorch, which would store its vectors twice
+        self.tied = (words,)  # in a tuple, because PyTorch would store the vectors of an attribute a second time
 
     def forward(self, y: Tensor) -> Tensor:
         return F.linear(super().forward(y), self.tied[0].weight)
@@ -262,7 +263,7 @@ def token_embedding(config: ModelConfig, sizes: ModelSizes) -> nn.Embedding:
 
 
 def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bias: bool = True) -> nn.Linear:
-    """The layer that maps states (..., D) to logits (..., V); with given vectors it uses those of `embedding`."""
+    """The layer that maps states (..., D) to logits (..., V). If `embedding` has given vectors, it uses these."""
     if isinstance(embedding, WordVectors):
         return TiedOutput(embedding, config.d_model)
     return nn.Linear(config.d_model, sizes.vocabulary_size, bias=bias)
@@ -270,10 +271,10 @@ def lm_head(config: ModelConfig, sizes: ModelSizes, embedding: nn.Embedding, bia
 
 @torch.no_grad()
 def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> None:
-    """Sets the word vectors of a model that has given ones to vectors (V, G) where given (V,) is True.
+    """Sets the word vectors of a model with `WordVectors`: to those of `vectors` (V, G) where `given` (V,) is True.
 
-    The others, special tokens among them, are drawn from a normal distribution with the mean and the deviation of the
-    given ones, channel by channel (torch's default generator).
+    The vectors of the other words, such as special tokens, are drawn from a normal distribution, by torch's default
+    generator. Each channel has the mean and the deviation of the given vectors in this channel.
     """
     words = cast(WordVectors, model.token_embedding)
     given_vectors = vectors[given].double()
@@ -282,7 +283,10 @@ def fill_word_vectors(model: CaptionModel, vectors: Tensor, given: Tensor) -> No
 
 
 class Layer(nn.Module):
-    """The base of encoder and decoder layers: a norm before each sublayer (pre-norm), or after its residual sum."""
+    """The base of encoder and decoder layers.
+
+    pre_norm: the norm is before each sublayer; otherwise it is after the sum of the sublayer's input and output.
+    """
 
     feed_forward_norm: nn.LayerNorm
     feed_forward: FeedForward
@@ -297,7 +301,7 @@ class Layer(nn.Module):
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.dropout, activation)
 
     def residual(self, x: Tensor, norm: nn.Module, sublayer: Callable[..., Tensor], *arguments: object) -> Tensor:
-        """x plus the sublayer's output after dropout. The sublayer gets `arguments` in addition to its input."""
+        """x plus the sublayer's output after dropout, with the norm. The sublayer gets `arguments` after its input."""
         if self.pre_norm:
             return x + self.dropout(sublayer(norm(x), *arguments))
         return norm(x + self.dropout(sublayer(x, *arguments)))
@@ -319,11 +323,11 @@ class DecoderLayer(Layer):
 
     @abstractmethod
     def mix(self, y: Tensor, *context: Any) -> Tensor:
-        """The first sublayer, y (R, T, D) -> (R, T, D); `context` are the further arguments of `forward`."""
+        """The first sublayer, y (R, T, D) -> (R, T, D). context: the further arguments of `forward`."""
 
     @abstractmethod
     def mix_step(self, y: Tensor, cache: Any, index: int) -> Tensor:
-        """`mix` for the next token of each row, y (R, D) -> (R, D); `index` is the number of this layer."""
+        """`mix` for the next token of each row, y (R, D) -> (R, D). index: the number of this layer."""
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values (B, H, N, D / H) of the encoder's states."""
@@ -334,7 +338,7 @@ class DecoderLayer(Layer):
         return self.transform(self.residual(y, self.cross_norm, self.cross, *cross, bias))
 
     def forward(self, y: Tensor, states: Tensor, bias: Tensor | None, *context: object) -> Tensor:
-        """The layer's output (R, T, D) for y (R, T, D) and the encoder's states of B images."""
+        """The layer's output (R, T, D) for y (R, T, D) and the encoder's `states` of B images."""
         return self.read_image(self.mix(y, *context), self.project(states), bias)
 
     def step(self, y: Tensor, cache: TreeCache, index: int) -> Tensor:
@@ -349,7 +353,7 @@ def layer_list(layers: Iterable[LayerType]) -> Sequence[LayerType]:
 
 
 def layer_outputs(layers: Sequence[Layer], x: Tensor, *arguments: object) -> list[Tensor]:
-    """The outputs of all layers; each layer reads the output of the layer before it, and `arguments`."""
+    """The outputs of all layers. Each layer gets the output of the layer before it, and `arguments`."""
     outputs = []
     for layer in layers:
         x = layer(x, *arguments)
@@ -364,7 +368,7 @@ def position_rows(table: Tensor, first: int, count: int) -> Tensor:
 
 
 def cross_bias(memory: Memory) -> Tensor | None:
-    """The bias (B, 1, 1, N) to add to the scores of cross-attention, which hides padding; None without padding."""
+    """The bias (B, 1, 1, N) that hides padding in the scores of cross-attention. None if there is no padding."""
     return padding_bias(valid_tokens(memory.lengths, memory.states.shape[-2]), memory.states.dtype)
 
 
@@ -376,8 +380,8 @@ class EncoderDecoder(CaptionModel):
     token_embedding: nn.Embedding
     decoder: Sequence[DecoderLayer]
     lm_head: nn.Linear
-    masks: CaptionMasks | None = None  # of dropout, which steps and the teacher-forced pass share
-    steps_compute_prefix: ClassVar[bool] = False  # whether a decoding step computes all tokens so far, and not only one
+    masks: CaptionMasks | None = None  # masks of dropout that steps and the teacher-forced pass share
+    steps_compute_prefix: ClassVar[bool] = False  # whether a step computes all tokens so far again
 
     @property
     def plain_maps(self) -> tuple[nn.Linear | nn.Embedding, ...]:
@@ -385,7 +389,10 @@ class EncoderDecoder(CaptionModel):
         return self.input, self.token_embedding, self.lm_head
 
     def init_weights(self) -> None:
-        """Calls every part's `init_weights` and draws `plain_maps` Xavier-uniform. Biases are as PyTorch draws them."""
+        """Calls `init_weights` of every part that has it, and draws `plain_maps` Xavier-uniform.
+
+        Biases stay as PyTorch has drawn them.
+        """
         for module in list(self.modules())[1:]:  # without this module itself
             draw_weights = getattr(module, "init_weights", None)
             if draw_weights is not None:
@@ -412,7 +419,7 @@ class EncoderDecoder(CaptionModel):
         return self.lm_head(outputs[-1])
 
     def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
-        """See `CaptionModel.decode`; `context` are further arguments of every decoder layer."""
+        """See `CaptionModel.decode`. context: further arguments of every decoder layer."""
         if self.masks is not None:
             self.masks.begin_pass(tokens.shape[1])
         return self.logits(self.decoder_outputs(memory, tokens, *context))

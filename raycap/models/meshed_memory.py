@@ -5,21 +5,25 @@ H heads, L encoder levels that a decoder layer attends to, M memory slots, V voc
 
 Layers are post-norm, LN(x + dropout(sublayer(x))). Where the paper and its reference differ, this is the reference:
 
-- the AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), with one module and one
-  norm for all levels; z = sum of a_i * c_i / sqrt(levels) has neither residual nor norm;
-- every weight of two or more dimensions is drawn Xavier-uniform, also memories and feed-forward (the paper draws
-  memories normal and feed-forward as He); a memory counts as one map from M * D to D.
+- The AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), with one module and one
+  norm for all levels. Their sum z = sum of a_i * c_i / sqrt(levels) has neither residual nor norm.
+- Every weight of two or more dimensions is drawn Xavier-uniform, also memories and feed-forward. (The paper draws
+  memories normal and feed-forward as He.) A memory counts as one map from M * D to D.
 
-This differs from the reference in three ways. Padded image tokens are masked by their lengths, in the encoder and in
-cross-attention (the reference masks rows that are exactly 0 after its first LayerNorm, which padding never is). New
-models have sinusoidal positions, as the paper says (the reference draws a frozen table at random, which an imported
-checkpoint contains). Projected keys and values are cached between steps. PAD after a caption needs no mask, because a
-row depends only on the tokens before it.
+This differs from the reference in three ways:
 
-The paper leaves open the baselines' details. Softmax gates are a softmax over the levels for each channel; the scale
-stays. One-to-one and last level attend to one level, without gate and scale. Attention on attention replaces the output
-map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), where v are the attended values and q the
-input of the queries.
+- Padded image tokens are masked by their lengths, in the encoder and in cross-attention. The reference masks rows that
+  are exactly 0 after its first LayerNorm, and padding never is.
+- New models have sinusoidal positions, as the paper says. The reference draws a frozen table at random, which an
+  imported checkpoint contains.
+- Projected keys and values are cached between steps.
+
+PAD after a caption needs no mask, because the output at a token depends only on the tokens up to it.
+
+The paper does not give the details of its baselines. Here, softmax gates are a softmax over the levels for each
+channel, and the scale stays. "one_to_one" and "last" attend to one level, without gate and scale. Attention on
+attention replaces the output map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), where v are the
+attended values and q is the input of the queries.
 """
 
 from __future__ import annotations
@@ -57,7 +61,10 @@ from raycap.models.layers import (
 
 
 class MemoryAttention(SelfAttention):
-    """Self-attention with M learned keys sqrt(D / H) m_k and values sqrt(M) m_v per head, never masked (equation 3)."""
+    """Self-attention with M learned keys sqrt(D / H) m_k and values sqrt(M) m_v per head (equation 3).
+
+    These memory slots are never masked.
+    """
 
     def __init__(self, config: MeshedMemoryConfig) -> None:
         on_attention = config.attention == "on_attention"
@@ -71,7 +78,7 @@ class MemoryAttention(SelfAttention):
         super().init_weights()
         if self.num_slots:
             for memory in (self.memory_keys, self.memory_values):
-                nn.init.xavier_uniform_(memory[None])  # the reference's (1, M, D): fans of M * D and D
+                nn.init.xavier_uniform_(memory[None])  # as (1, M, D), which the reference has: fans of M * D and D
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
         """The mixed tokens (B, N, D) from x (B, N, D); valid_mask (B, N) is True at valid tokens, or None."""
@@ -86,7 +93,7 @@ class MemoryAttention(SelfAttention):
         return self.out_proj(merge_heads(mixed), x)
 
     def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
-        """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype of the projections `like` (autocast's)."""
+        """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype that autocast gave the projections `like`."""
         slots = split_heads(memory[None] * scale, self.num_heads)
         return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
 
@@ -104,7 +111,7 @@ class LevelAttention(CrossAttention):
         return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """The attended values (R, L, T, D) of queries from x (R, T, D); keys and values are those of B images."""
+        """The attended values (R, L, T, D) for queries from x (R, T, D) and the keys and values of B images."""
         length, width = x.shape[1:]
         images, levels = key.shape[:2]
         query = split_heads(self.query(x).view(images, -1, width), self.num_heads)  # (B, H, K*T, D / H)
@@ -118,7 +125,7 @@ class LevelAttention(CrossAttention):
 
 
 class MeshedAttention(nn.Module):
-    """Equations 6 to 8 over the levels that a layer attends to, with AddNorm for each level. One level has no gate."""
+    """Equations 6 to 8 over the levels that a layer attends to, with AddNorm for each. A single level has no gate."""
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()
@@ -175,7 +182,7 @@ class MeshedDecoderLayer(DecoderLayer):
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, H, N, D / H) of all encoder levels (B, levels, N, D) that this layer attends to."""
+        """Keys and values (B, L, H, N, D / H) of those levels in `states` (B, levels, N, D) that this layer reads."""
         return self.meshed.attention.project(states[:, self.levels])
 
     def mix(self, y: Tensor, *context: object) -> Tensor:
@@ -189,10 +196,10 @@ class MeshedDecoderLayer(DecoderLayer):
 
 
 def with_padding(features: Features, count: int) -> Features:
-    """Features padded with zeros to `count` tokens per image. Raises ValueError for an image with more regions."""
+    """Features with `count` tokens per image, of which the last are zeros. Raises ValueError for more regions."""
     tokens, lengths = features.tokens, features.lengths
     most = tokens.shape[1]
-    if most > count and lengths is not None:  # asks the GPU
+    if most > count and lengths is not None:  # only then is the GPU asked, which takes time
         most = int(lengths.max())
         tokens = tokens[:, :count]
     if most > count:
@@ -224,7 +231,7 @@ class MeshedMemoryTransformer(EncoderDecoder):
         self.lm_head = lm_head(config, sizes, self.token_embedding, bias=False)
 
     def init_weights(self) -> None:
-        """See the beginning of this file. Biases of attention and gates are 0, others as PyTorch draws them."""
+        """Draws weights as this file's docstring says. Biases of attention and gates are 0, others as PyTorch's."""
         super().init_weights()
         for name, parameter in self.named_parameters():
             if re.search(r"\.(in_proj|out_proj|query|key_value|gates\.\d+)\.bias$", name):
@@ -238,5 +245,5 @@ class MeshedMemoryTransformer(EncoderDecoder):
         return Memory(torch.stack(layer_outputs(self.encoder, x, valid_mask), 1), features.lengths)
 
     def embed(self, tokens: Tensor, position: int) -> Tensor:
-        """As in the reference, there is neither a scale nor dropout."""
+        """See `EncoderDecoder.embed`. As in the reference, there is neither a scale nor dropout."""
         return self.token_embedding(tokens) + position_rows(cast(Tensor, self.positions), position, tokens.shape[1])

@@ -15,18 +15,14 @@ class DamagedError(JobFailedError):
     """A file of raycap is not what was written: it is missing, cut or changed. The message begins with its name."""
 
 
-class OtherVersionError(UserError):
-    """A folder was written by a version of raycap whose results are not those of this one."""
-
-
 class UnavailableError(Exception):
     """A metric has no value for these captions. The message is the reason."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error that a task's function has raised, which Ray wraps in its own error; other errors as they are.
+    """The error that a task's function has raised, without the errors in which Ray wraps it. Others as they are.
 
-    The text of Ray's error is a traceback. A task that waits for another task may wrap its error once more.
+    The text of Ray's error is a traceback. If a task waits for another task, the error is wrapped twice.
     """
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause

@@ -1,6 +1,6 @@
-"""The versions of raycap and its main packages, the commit, and the device.
+"""The versions of raycap and its main packages, the commit, and the device. No other package is imported.
 
-The commit is that of git in a checkout, and of a file in a package for a cluster. No other package is imported.
+In a checkout, git knows the commit. In a package for a cluster, a file has it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
-COMMIT_FILE = "COMMIT"  # in the package of a job and of an image, which have no .git; a wheel has none
+COMMIT_FILE = "COMMIT"  # in the packages of jobs and container images, which have no .git; a wheel has no such file
 
 
 def package_folder() -> Path:
@@ -20,7 +20,7 @@ def package_folder() -> Path:
 
 
 def commit() -> str:
-    """The commit's short hash, with `-dirty` when files differ from it; `unknown` without git and the file."""
+    """The commit's short hash, with `-dirty` if files differ from it. `unknown` without git and without the file."""
     package = package_folder()
     if (package.parent / ".git").exists():  # an installed package has none beside it
         command = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
@@ -33,7 +33,7 @@ def commit() -> str:
 
 
 def version_lines() -> list[str]:
-    """The lines of `raycap --version`. They take milliseconds, because torch and Ray are asked for nothing."""
+    """The lines of `raycap --version`. They take milliseconds, because neither torch nor Ray is imported."""
     packages = [f"{name:<8}{_version_of(name)}" for name in ("torch", "ray")]
     head = f"raycap  {_version_of('raycap')}"
     return [head, f"commit  {commit()}", f"python  {platform.python_version()}", *packages, f"device  {_device()}"]
@@ -48,7 +48,7 @@ def _version_of(package: str) -> str:
 
 
 def _device() -> str:
-    """The names of the GPUs that the driver lists, each with its number; CPU without any."""
+    """The names and numbers of the GPUs that the driver lists; "CPU" if there are none."""
     models = []
     for file in sorted(GPUS.glob("*/information")):
         try:

@@ -200,5 +200,5 @@ def test_a_run_continues_with_fewer_workers_and_then_with_more(s3: str) -> None:
             wait_until(log, lambda text: text.count("with 4 workers") > 1)
 
         output = run(cluster, values, cause)
-        assert "2 to 4 workers x 2 to 5" in output and scores(output)
+        assert scores(output)
         assert re.findall(r"xe_frozen .* with (\d) workers", output)[:3] == ["4", "2", "4"]

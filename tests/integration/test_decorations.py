@@ -10,9 +10,9 @@ import pytest
 
 import raycap.pipeline.evaluation.evaluate
 from raycap.jobs.run import run
-from raycap.pipeline.evaluation.captioning.bundle import store_results
+from raycap.pipeline.evaluation.captioning.bundle import read_confidences, store_results
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runs.results import bundle_place, stored_confidences
+from raycap.pipeline.runs.results import bundle_place, local_bundle
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.support.confidence import make_confidence
@@ -66,7 +66,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     assert scores["test"]["scores"]["CIDEr-D"] is not None and scores["test"]["unavailable"] == {"METEOR": reason}
     assert f"the report could not be made ({reason}); the same command makes it again" in log_lines
     assert any("does not accept everything (broken on purpose)" in line for line in log_lines)
-    (own,) = stored_confidences(trained)
+    (own,) = read_confidences(local_bundle(trained))
     evaluated = make_confidence("a search of raycap evaluate")
     store_results(bundle_place(trained), evaluated)
 
@@ -81,7 +81,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     repaired["test"]["scores"]["METEOR"] = None
     assert repaired["test"]["scores"] == scores["test"]["scores"], "the other scores are the same"
     assert summary(trained)["tracked"] is False, "the scores are missing there"
-    assert stored_confidences(trained) == (own, evaluated), "the bundle was written again"
+    assert read_confidences(local_bundle(trained)) == (own, evaluated), "the bundle has what was added"
 
     page = report.stat().st_mtime_ns
     run(config)

@@ -89,7 +89,7 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
     images = Images(train, FeatureStore(store), 10**6, 1)
     batches = Batches(
         images,
-        CaptionTokens(folder.tokens(), train.rows, folder.vocabulary.pad),
+        CaptionTokens.of(train, folder.vocabulary),
         folder.config.stages[0],
         seed=1,
         rank=0,

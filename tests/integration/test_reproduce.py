@@ -19,12 +19,12 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.search import collapsed
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
-from tests.support.golden import EXPANSIONNET, write_published_form
+from tests.support.golden import EXPANSIONNET, EXPANSIONNET_SETTINGS, SWIN_SETTINGS, write_published_form
 from tests.support.golden import MESHED_MEMORY as MESHED
 from tests.support.golden import MESHED_WORDS as WORDS
 
 IDS = (37209, 91, 500_000)
-EXPANSION_SETTINGS = ["--set", "model.static_expansion=[4,8,16]", "--set", "model.num_heads=4"]
+EXPANSION_SETTINGS = [part for setting in (*EXPANSIONNET_SETTINGS, *SWIN_SETTINGS) for part in ("--set", setting)]
 MESHED_SETTINGS = ["--set", "model.num_heads=4", "--set", "model.attended_regions=null"]
 
 

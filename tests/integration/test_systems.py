@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, SMALL_MODEL, STAGES, prepare_run
 
@@ -59,9 +60,10 @@ def test_the_recipe_of_the_clustformers_code_trains(tmp_path: Path, monkeypatch:
     compared: list[str] = []  # the captions that rewards and validations compare with
     original = CiderDReward.__init__
 
-    def recorded(self: CiderDReward, references: References, *others: Any, **options: Any) -> None:
-        compared.extend(text for texts in references for text in texts)
-        original(self, references, *others, **options)
+    def recorded(self: CiderDReward, references: Iterable[list[str]], *others: Any, **options: Any) -> None:
+        texts = list(references)
+        compared.extend(text for each in texts for text in each)
+        original(self, texts, *others, **options)
 
     monkeypatch.setattr(CiderDReward, "__init__", recorded)
     stages = [stage for stage in small_config(tmp_path)["stages"] if not stage.get("train_backbone")]

@@ -20,6 +20,7 @@ from raycap.models.encoders.backbone import Backbone, load_tensors
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
 from raycap.pipeline.training.objectives import smoothed_cross_entropy
 from tests.support.golden import EXPANSIONNET as GOLDEN
+from tests.support.golden import SWIN_SETTINGS
 from tests.support.golden import import_expansionnet as imported
 
 
@@ -132,7 +133,7 @@ def test_the_ensemble_averages_probabilities(
 def test_end_to_end(tmp_path: Path, recorded: dict[str, Any]) -> None:
     arrays = {name: torch.from_numpy(value) for name, value in np.load(GOLDEN / "end_to_end_expected.npz").items()}
     expected = json.loads((GOLDEN / "end_to_end_expected.json").read_text())
-    captioner = imported("end_to_end_checkpoint.pth", tmp_path / "bundle").captioner
+    captioner = imported("end_to_end_checkpoint.pth", tmp_path / "bundle", SWIN_SETTINGS).captioner
     assert captioner.backbone is not None and captioner.backbone.config.image_size == 48
     images = Features(arrays["images"])
     close(captioner.features(images).tokens, arrays["swin_features"])

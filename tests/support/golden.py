@@ -6,6 +6,7 @@ import pickle
 import sys
 import types
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,17 @@ EXPANSIONNET = GOLDEN / "expansionnet_v2"
 MESHED_MEMORY = GOLDEN / "meshed_memory"
 MESHED_WORDS = ["<unk>", "<pad>", "<bos>", "<eos>", *(f"word{n}" for n in range(13))]
 EXPANSIONNET_SETTINGS = ("model.static_expansion=[4,8,16]", "model.num_heads=4")
+SWIN_SIZES = ("embed_dim=8", "depths=[2,2,2]", "num_heads=[2,2,4]", "window_size=3", "image_size=48")
+SWIN_SETTINGS = tuple(f"backbone.{size}" for size in SWIN_SIZES)  # of the recorded Swin
 
 
-def import_expansionnet(checkpoint: str, folder: Path, **options: Any) -> Bundle:
+def import_expansionnet(checkpoint: str, folder: Path, settings: Sequence[str] = ()) -> Bundle:
     import_checkpoint(
         "expansionnet_v2",
         checkpoint=EXPANSIONNET / checkpoint,
         tokens=EXPANSIONNET / "tokens.pickle",
         out=folder,
-        overrides=EXPANSIONNET_SETTINGS,
-        **options,
+        overrides=[*EXPANSIONNET_SETTINGS, *settings],
     )
     return load_bundle(folder)
 

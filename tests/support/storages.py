@@ -29,10 +29,8 @@ class FakeStorage:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         (self.place / name).write_bytes(data)
 
-    def run(
-        self, run_id: str, done: int = 2, *, complete: bool = True, step: bool = True, regions: bool = False
-    ) -> None:
-        """A run whose first `done` stages are finished. step: with a checkpoint in the last stage that has begun."""
+    def run(self, run_id: str, done: int = 2, *, complete: bool = True, regions: bool = False) -> None:
+        """A run whose first `done` stages are finished."""
         folder = f"runs/{run_id}"
         config = {"stages": [{"name": name} for name in STAGES], "data": {"val_split": "val", "test_splits": ["test"]}}
         self.write(f"{folder}/config.yaml", yaml.safe_dump(config).encode())
@@ -41,7 +39,7 @@ class FakeStorage:
             self._weights(f"{folder}/stages/{stage}/best-4", f"{run_id}-{stage}", regions)
             if number < done:
                 self.write(f"{folder}/stages/{stage}/DONE.json", {"best_step": 4, "best_score": 0.5 + number})
-            if step and number == min(done, len(STAGES) - 1):
+            if number == min(done, len(STAGES) - 1):
                 self.write(f"{folder}/stages/{stage}/step-6/state.pt", b"s" * 1000)
                 self.write(f"{folder}/stages/{stage}/step-6/progress.json", {"step": 6})
         metadata = RunMetadata(

@@ -24,7 +24,7 @@ from raycap.pipeline.runtime.processor import float32_products
 from raycap.pipeline.training.batches import Batch, target_positions
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from raycap.pipeline.training.optimizer import make_optimizer
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import WeightedReward
 from raycap.pipeline.training.step_metrics import FiniteCheck
 
@@ -139,11 +139,10 @@ def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
     words = [f"w{number:05d}" for number in range(scale.vocabulary - len(SPECIALS))]
     vocabulary = Vocabulary(("EOS", "PAD", "SOS", "UNK", *words))
     rng = np.random.default_rng(0)
-    texts = {
-        image: [" ".join(words[number] for number in rng.integers(0, min(2000, len(words)), 12)) for _ in range(5)]
-        for image in range(max(scale.reference_images, case.images))
-    }
-    references = References.of_texts(texts)
-    cider_d = CiderDReward(references, vocabulary, eos=True, device=device)
-    reward = WeightedReward(SAMPLING.reward, cider_d, references, vocabulary, ENGLISH)
+    texts = [
+        [" ".join(words[number] for number in rng.integers(0, min(2000, len(words)), 12)) for _ in range(5)]
+        for _ in range(max(scale.reference_images, case.images))
+    ]
+    cider_d = CiderDReward(texts, vocabulary, eos=True, device=device)
+    reward = WeightedReward(SAMPLING.reward, cider_d, texts.__getitem__, vocabulary, ENGLISH)
     return scst_objective(stage, reward, device, scale.sizes.pad, vocabulary.words)

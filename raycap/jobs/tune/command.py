@@ -23,7 +23,7 @@ from raycap.jobs.tune.features import extract_once, find_backbone, require_backb
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import check_address, connect, require_resources
-from raycap.pipeline.config.shipped import named_search
+from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, why_unavailable
@@ -184,7 +184,7 @@ def command(
     config: Annotated[
         Path,
         typer.Argument(
-            help="The search's YAML file, or the name of a shipped one.", metavar="CONFIG", callback=named_search
+            help="The search's YAML file, or the name of a shipped one.", metavar="CONFIG", callback=named_config
         ),
     ],
     set_: Set = None,

@@ -1,4 +1,4 @@
-"""Files of tensors from elsewhere. What a file claims is compared with its size before it takes memory."""
+"""Files of tensors that others wrote. The sizes that a file states are compared with its own before it takes memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# What loading a PyTorch file may take in addition to 4 times its size. A pickle of 100 kB can copy a dictionary a
-# thousand times, with the classes that `weights_only` allows.
+# The bytes that loading a PyTorch file may take, in addition to 4 times its size. Without this limit, a pickle of 100
+# kB could copy a dictionary a thousand times with the classes that `weights_only` allows.
 LOADING_BYTES = 4 * 2**30
 MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
 
@@ -43,7 +43,7 @@ def check_file(path: Path, module: nn.Module) -> None:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
-        # without the content of tensors, NumPy serves as well as torch, which would map the file as private memory
+        # only the header is read: by NumPy, because torch would map the whole file as private memory
         with safe_open(path, "numpy") as content:
             parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - it is no dictionary
         state = {}
@@ -51,7 +51,7 @@ def check_file(path: Path, module: nn.Module) -> None:
             dtype = torch.float32 if "F" in part.get_dtype() else torch.int64
             state[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     except Exception as error:  # a damaged file can raise almost any exception
-        raise ValueError(f"{path} is no readable safetensors file ({_reason(error)})") from error
+        raise ValueError(f"{path} is no readable safetensors file ({reason_of(error)})") from error
     check_fits(module, state, str(path))
 
 
@@ -82,7 +82,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
     except Exception as error:  # a damaged file can raise almost any exception
-        raise ValueError(f"{path} is no readable checkpoint ({_reason(error)})") from error
+        raise ValueError(f"{path} is no readable checkpoint ({reason_of(error)})") from error
     for key in ("model_state_dict", "state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -118,13 +118,9 @@ def _require_memory(path: Path) -> None:
 
 @contextmanager
 def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Lets this process map at most `num_bytes` in addition during the context. More raises MemoryError. Linux only."""
-    status = Path("/proc/self/statm")
-    if not status.exists():
-        yield
-        return
+    """Lets this process map at most `num_bytes` in addition within the context. More raises MemoryError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield
@@ -143,7 +139,7 @@ def _require_plain_records(path: Path) -> None:
         raise ValueError(f"its {size} bytes unpack to {unpacked}; save the model's state dict with torch.save")
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """The kind and the first line of an error, without torch's advice to turn `weights_only` off."""
     text = str(error).splitlines()[0] if str(error) else ""
     if type(error) is ValueError:
@@ -152,7 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 def name_problems(expected: Set[str], given: Set[str]) -> str:
-    """The missing and the unknown names, for a message about a checkpoint; empty if all are as expected."""
+    """What a message says about missing and unknown names in a checkpoint. Empty if all names are as expected."""
     missing, unknown = expected - given, given - expected
     problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
     problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
@@ -160,7 +156,7 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
-    """Raises ValueError unless keys, shapes and kinds of numbers are the module's; `what` is the name of `state`."""
+    """Raises ValueError unless names, shapes and kinds of numbers are the module's. what: the name of `state`."""
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:

@@ -1,16 +1,14 @@
 """Conversion of upstream checkpoints (ExpansionNet v2, Swin, the Meshed-Memory Transformer) to our names and shapes.
 
-The references have a separate weight for each linear layer. Here the linear layers that read the same input are fused
-into one weight, whose row blocks are in the order of the tables below.
+The references have a weight for each linear layer. Here the linear layers that read the same input share one weight,
+whose row blocks are in the order of the tables below.
 
-Of the Meshed-Memory Transformer the first row of positions, which belongs to padding, and the empty `running_*` buffers
-are left out. Its table of positions is not trained, but drawn at random, so that it must come from the checkpoint.
+The Meshed-Memory Transformer's table of positions is not trained but drawn at random, so that it must come from the
+checkpoint. Its first row, which belongs to padding, is left out, and so are the empty buffers `running_*`.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
 from raycap.models.convert.tensor_files import name_problems
 
 PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
@@ -27,7 +25,6 @@ PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
 MESHED_REGIONS = 50  # to which the Meshed-Memory reference pads each image
 
-_SWIN_TABLE = re.compile(r"layers\.(\d{1,3})\.blocks\.(\d{1,3})\.attn\.relative_position_bias_table")
 # our linear layers and norms, and those of the references
 _FEED_FORWARD = {"feed_forward.inner": "ff.linear_1", "feed_forward.outer": "ff.linear_2"}
 _ENCODER_LAYER = {
@@ -71,7 +68,7 @@ _MESHED_DECODER_LAYER = {
 
 
 def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
-    """The upstream names of each of our weights and biases, from a table of layers and prefixes of both names."""
+    """The upstream names for each of our weights and biases, from a table of layers and the prefixes of the names."""
     return {
         f"{ours}{layer}.{part}": tuple(f"{theirs}{name}.{part}" for name in names.split())
         for layer, names in table.items()
@@ -99,9 +96,9 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors, each joined from the rows of the upstream tensors that `names` gives for it.
+    """Our tensors. `names` gives the upstream tensors whose rows make each of them.
 
-    Raises ValueError, with `what` as the system's name, for missing or unknown keys and for other shapes.
+    Raises ValueError for missing or unknown names and for other shapes. what: the system, for the message.
     """
     expected = {name for parts in names.values() for name in parts}
     problems = name_problems(expected, tensors.keys())
@@ -124,7 +121,7 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """The settings and sizes that follow from an upstream captioner's tensors; groups and heads do not follow."""
+    """The settings and sizes that follow from an upstream captioner's tensors. Groups and heads do not follow."""
 
     model: Values
     feature_width: int
@@ -134,7 +131,7 @@ class Inferred:
 
 
 def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 2) -> tuple[int, ...]:
-    """The shape of a tensor. Raises ValueError when it is missing, and for another number of axes or an empty one."""
+    """The shape of a tensor. Raises ValueError if the tensor is missing or empty, or has another number of axes."""
     if name not in tensors:
         raise ValueError(f"the checkpoint is no {system}: it has no {name!r} among {len(tensors)} tensors")
     shape = tuple(tensors[name].shape)
@@ -168,9 +165,10 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings; no groups: the published ones.
+    """The model's configuration from the checkpoint's shapes and the user's settings.
 
-    Raises ValueError as `complete_settings`, and for groups that do not sum to the checkpoint's vectors.
+    If the settings have no groups, they are the published ones. Raises ValueError as `complete_settings`, and for
+    groups whose sum is not the number of vectors in the checkpoint.
     """
     total, groups = inferred.total_expansion, given.get("static_expansion")
     if groups is None:
@@ -190,15 +188,11 @@ def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
 
 
 def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values:
-    """The checkpoint's settings and the user's. ValueError for a contradiction, and when the heads are missing."""
+    """The checkpoint's settings and the user's. Raises ValueError if they contradict, or if the heads are not known."""
+    known = inferred.model | {"max_positions": inferred.max_positions}
     for key, value in given.items():
-        if key in inferred.model and value != inferred.model[key]:
-            raise ValueError(f"model.{key} is {value}, the checkpoint has {inferred.model[key]}; leave it out")
-    if given.get("max_positions") not in (None, inferred.max_positions):
-        raise ValueError(
-            f"model.max_positions is {given['max_positions']}, the checkpoint has {inferred.max_positions}; "
-            "leave it out"
-        )
+        if key in known and value != known[key]:
+            raise ValueError(f"model.{key} is {value}, the checkpoint has {known[key]}; leave it out")
     width = inferred.model["d_model"]
     if given.get("num_heads") is None and width != PUBLISHED_WIDTH:
         raise ValueError(
@@ -207,62 +201,6 @@ def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values
         )
     settings = {key: value for key, value in given.items() if value is not None and key != "max_positions"}
     return {"num_heads": PUBLISHED_HEADS} | inferred.model | settings
-
-
-def infer_swin(tensors: Mapping[str, Tensor]) -> Values:
-    """The settings of `BackboneConfig` from a Swin's tensors in timm's or the original naming; ValueError for others.
-
-    The image size follows from the masks of shifted windows, which only files in the original naming have.
-    """
-    # for each stage and block the shape of the attention bias table: (2 * window - 1) ** 2 rows, a column per head
-    stages: dict[int, dict[int, tuple[int, int]]] = {}
-    for name, tensor in tensors.items():
-        match = _SWIN_TABLE.fullmatch(name)
-        if match is not None and tensor.ndim == 2:
-            blocks = stages.setdefault(int(match[1]), {})
-            blocks[int(match[2])] = (tensor.shape[0], tensor.shape[1])
-    patches = tensors.get("patch_embed.proj.weight")
-    number_lists = [sorted(stages), *map(sorted, stages.values())]
-    complete = all(numbers == list(range(len(numbers))) for numbers in number_lists)
-    if not stages or not complete or patches is None or patches.ndim != 4:
-        raise ValueError(
-            f"the backbone file is no Swin: among its {len(tensors)} tensors are no patch embedding with 4 axes and "
-            "attention bias tables with 2 for all blocks of all stages"
-        )
-    first_table_rows, _ = stages[0][0]
-    window = (math.isqrt(first_table_rows) + 1) // 2
-    values: Values = {
-        "embed_dim": patches.shape[0],
-        "depths": tuple(len(stages[stage]) for stage in sorted(stages)),
-        "num_heads": tuple(stages[stage][0][1] for stage in sorted(stages)),
-        "window_size": window,
-    }
-    mask = tensors.get("layers.0.blocks.1.attn_mask")
-    if mask is not None and mask.ndim == 3:
-        values["image_size"] = math.isqrt(mask.shape[0]) * window * patches.shape[-1]  # the mask has a row per window
-    return values
-
-
-def backbone_config(inferred: Values, given: Values) -> BackboneConfig:
-    """The backbone's configuration from the file's shapes and the user's settings; the published Swin-L has its name.
-
-    Raises ValueError when a setting contradicts the file, and when one is missing.
-    """
-    for key, value in given.items():
-        if value is not None and key in inferred and value != inferred[key]:
-            raise ValueError(f"backbone.{key} is {value}, the file's Swin has {inferred[key]}; leave it out")
-    large = {"embed_dim": 192, "depths": (2, 2, 18, 2), "num_heads": (6, 12, 24, 48), "window_size": 12}
-    sizes = {key: inferred[key] for key in large}
-    given = {key: value for key, value in given.items() if key not in sizes and key != "weights"}
-    if sizes == large:
-        return BackboneConfig(**({"image_size": inferred.get("image_size", 384)} | given))
-    image_size = given.get("image_size", inferred.get("image_size"))
-    if image_size is None:
-        raise ValueError(
-            f"backbone.image_size is missing: the file does not hold it, and its sizes (width {sizes['embed_dim']}, "
-            f"depths {list(sizes['depths'])}) are not the published Swin-L's at 384; give --set backbone.image_size=N"
-        )
-    return BackboneConfig(**(sizes | given | {"image_size": image_size}))
 
 
 def meshed_memory_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:

@@ -1,8 +1,9 @@
 """The decoder's cache between steps: a tree of slots that the beams of an image share.
 
-A slot has the cached tensors of one token. Each step adds one slot per beam. A beam is a path of slots (`ancestors`),
-so that choosing beams reorders a small table of integers and copies no slot. Products are computed for all slots of an
-image, and each beam then picks the results of the slots on its path.
+A slot has the cached tensors of one token. Each step adds one slot per beam. The tokens of a beam are a path of slots,
+whose numbers are in `ancestors`. When a search keeps other beams, only this small table of numbers is reordered, and no
+slot is copied. Products are computed for all slots of an image. Each beam then picks the results of the slots on its
+path.
 
 Shapes: B images, K beams, t steps so far. Slots are numbered step by step, and within a step beam by beam.
 """
@@ -32,10 +33,11 @@ class TreeSlots:
     def allocate(
         self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Two views: the current step's slots (G, B, K, ...), which the caller fills, and all slots (G, B, slots, ...).
+        """Returns a view of the current step's slots (G, B, K, ...) for the caller to fill, and one of all slots.
 
-        `shape` is (G, B, K, ...); dtype and device are those of `like`. With `length`, the views get one more dimension
-        of this size: the positions up to the current step. A slot has 0 at the positions after its step.
+        The view of all slots is (G, B, slots, ...). `shape` is (G, B, K, ...); dtype and device are those of `like`. If
+        `length` is given, both views get one more dimension of this size, the positions up to the current step. A slot
+        has 0 at the positions after its step.
         """
         cached = self.cached.get(name)
         if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
@@ -46,7 +48,7 @@ class TreeSlots:
         return used[:, :, -self.beams :], used
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Writes new (G, B, K, ...) into the current step's slots; returns all slots, (G, B, slots, ...)."""
+        """Writes `new` (G, B, K, ...) into the current step's slots. Returns all slots (G, B, slots, ...)."""
         new_slots, all_slots = self.allocate(name, tuple(new.shape), new)
         new_slots.copy_(new)
         return all_slots
@@ -68,10 +70,10 @@ class TreeSlots:
 
 
 class RowSlots(TreeSlots):
-    """The slots of one layer for R rows with a path of their own each: R "images" with one beam.
+    """The slots of one layer for R captions that share no slots: R "images" with one beam each.
 
-    Its tensors are new ones in every step, so that a step can be exported as a graph of tensors in and tensors out.
-    `cached` contains at first the slots of the earlier steps; it is empty before the first step.
+    Every step makes new tensors instead of writing into old ones, so that a step can be exported as a graph that maps
+    tensors to tensors. cached: the slots of the earlier steps; empty before the first step.
     """
 
     def __init__(self, cached: dict[str, Tensor]) -> None:
@@ -89,7 +91,10 @@ class RowSlots(TreeSlots):
         return self.cached[name]
 
     def append_by_position(self, name: str, new: Tensor) -> Tensor:
-        """As `append_rows` for new (R, ..., slots) with a value for each position, which older slots have as 0."""
+        """As `append_rows`, for `new` (R, ..., slots) with a value for each position.
+
+        Older slots get the value 0 at the new position.
+        """
         old = self.cached.get(name)
         if old is not None:
             self.cached[name] = F.pad(old, (0, 1))
@@ -108,12 +113,12 @@ class TreeCache(Cache):
     images: int
     beams: int
     cross: list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, H, N, D / H)
-    bias: Tensor | None  # (B, 1, 1, N), -1e4 at padded image tokens
+    bias: Tensor | None  # (B, 1, 1, N), 0 at image tokens and -1e4 at padding; None without padding
     layers: list[TreeSlots]
     ancestors: Tensor  # (B, K, t), the slots on each beam's path
     length: int = 0
     count: int = 0  # slots so far
-    masks: CaptionMasks | None = None  # of dropout, which the teacher-forced pass shares
+    masks: CaptionMasks | None = None  # masks of dropout that the teacher-forced pass uses, too
 
     def advance(self) -> None:
         """Begins a step: adds a new slot to the path of each beam."""

@@ -1,9 +1,10 @@
 """Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must contain given words.
 
-It works with every model. A constraint is a set of alternatives, each of one or more consecutive words; a caption
-satisfies it when it contains one of them. The constraints of an image become a finite-state automaton. Its state
-records which constraints are satisfied, and how many words of a longer alternative the last words match. The search has
-separate beams for every state, so that more probable captions do not displace one that approaches a rare word.
+It works with every model. A constraint is a set of alternatives, each of one or more consecutive words. A caption
+satisfies the constraint if it contains one of them. The constraints of an image become a finite-state automaton, which
+reads the caption. Its state records which constraints are satisfied, and how many words of a longer alternative the
+last words match. The search has separate beams for every state, so that more probable captions do not displace one that
+comes near a rare word.
 
 Shapes: B images, S states, K beams per state, R = B*S*K rows, T caption tokens, V vocabulary.
 """
@@ -23,8 +24,7 @@ from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Mo
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # the alternatives
 
-# the beams of all states are computed at every step; eight constraints of single words have 256 states
-MAX_STATES = 256
+MAX_STATES = 256  # each has beams of its own; eight constraints of single words have so many
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def build_automaton(
     words form (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the vocabulary, and
     constraints that need more than 256 states.
     """
-    phrases: dict[Words, int] = {}  # bit n is set where the alternative satisfies constraint n
+    phrases: dict[Words, int] = {}  # for each alternative a number, whose bit n says that it satisfies constraint n
     for number, alternatives in enumerate(constraints):
         if not alternatives or not all(alternatives):
             raise ValueError(f"constraint {number + 1} has no words; leave it out")
@@ -96,9 +96,9 @@ def build_automaton(
 
 @dataclass
 class ConstrainedCaptions(Captions):
-    """Captions with the number of constraints that each satisfies; -1 where fewer than n captions were found."""
+    """Captions with the number of constraints that each satisfies."""
 
-    num_satisfied: Tensor  # (B, n) int64
+    num_satisfied: Tensor  # (B, n) int64; -1 in the places of captions that were not found
 
 
 @torch.no_grad()
@@ -114,10 +114,9 @@ def constrained_beam_search(
 ) -> ConstrainedCaptions:
     """The `num_results` best captions of each image that satisfy its constraints, best first.
 
-    If no beam satisfies as many constraints as its automaton requires, those that satisfy the most are returned.
-    Otherwise the search is `beam_search` with `beam_size` beams in every state, so that its cost grows with the states
-    of the largest automaton. The beams of a state are one group. Raises ValueError unless images have one automaton
-    each and 1 <= num_results <= beam_size.
+    If no beam satisfies as many constraints as its automaton requires, those that satisfy the most are returned. Each
+    state has `beam_size` beams, which compete as in `beam_search`, so that the cost grows with the states of the
+    largest automaton. Raises ValueError unless images have one automaton each and 1 <= num_results <= beam_size.
     """
     check_beams(beam_size, num_results)
     states = max((len(automaton.num_satisfied) for automaton in automata), default=1)
@@ -127,10 +126,10 @@ def constrained_beam_search(
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length, rules)
-    # smaller automata get -1 for the states that they do not have
+    # for the states that a smaller automaton does not have, the number is -1
     satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
     num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
-    # a caption gains nothing from more constraints than required; a beam with score -inf is no caption
+    # more constraints than required count as the required number; a beam with score -inf is no caption
     required = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
     counted = num_satisfied.clamp(max=required).masked_fill(results.scores.isneginf(), -1)
     excluded = counted < counted.amax(1, keepdim=True)
@@ -152,7 +151,7 @@ def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabular
 
 @dataclass
 class ConstrainedBeams(Beams):
-    """S*K beams per image; rows s*K to s*K + K - 1 are in state s of the automaton."""
+    """S*K beams per image. Those with the numbers s*K to s*K + K - 1 are in state s of the automaton."""
 
     beam_size: int  # K
     transitions: Tensor  # the next states (B, S, V) of each state and word

@@ -1,14 +1,15 @@
 """Beam search on a GPU as a CUDA graph: the processor starts one graph in place of thousands of operations.
 
-The whole search is captured, so that a step's shapes may depend on its number. A captured search asks no questions: it
-takes all steps, also after the captions have ended, and keeps all images. Its captions are those of `beam_search`.
+The whole search is captured, and not one step, because a step's shapes depend on its number. A captured search cannot
+ask the GPU which captions have ended. It therefore takes all steps and keeps all images. Its captions are those of
+`beam_search`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,27 +40,25 @@ class SearchGraph:
     replay: Callable[[], object]
 
 
+@dataclass
 class GraphedSearch:
     """`beam_search` that captures a search at the second batch of a shape and replays it for later batches.
 
-    Other batches, and those of further shapes after MAX_GRAPHS, are searched without a graph, and all batches after a
-    capture that fails. The weights may change in place, and autocast must be the same at each call.
+    The first batch of a shape is searched without a graph. So are batches of further shapes when there are MAX_GRAPHS
+    graphs, and when a capture has failed. The weights may change in place. Autocast must be the same at each call.
     """
 
-    def __init__(
-        self,
-        models: Sequence[CaptionModel],
-        *,
-        beam_size: int,
-        max_length: int,
-        num_results: int = 1,
-        rules: ScoreRules = ScoreRules(),
-    ) -> None:
-        check_beams(beam_size, num_results)
-        self.rules, self.max_graphs = rules, MAX_GRAPHS
-        self.models, self.beam_size, self.max_length, self.num_results = models, beam_size, max_length, num_results
-        self.seen: set[Shape] = set()
-        self.graphs: dict[Shape, SearchGraph] = {}
+    models: Sequence[CaptionModel]
+    beam_size: int
+    max_length: int
+    num_results: int = 1
+    rules: ScoreRules = field(default_factory=ScoreRules)
+    max_graphs: int = MAX_GRAPHS
+    seen: set[Shape] = field(default_factory=set)
+    graphs: dict[Shape, SearchGraph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_beams(self.beam_size, self.num_results)
 
     def __call__(self, memories: Sequence[Memory]) -> Captions:
         """The best captions, as `beam_search` returns them."""
@@ -92,14 +91,14 @@ class GraphedSearch:
 
     @torch.no_grad()
     def _all_steps(self, memories: Sequence[Memory]) -> Beams:
-        """The beams after all steps, without a question to the GPU."""
+        """The beams after all steps of a search that asks the GPU nothing."""
         decoder = Decoder(self.models, memories, self.beam_size, self.max_length, keeps_images=True)
         beams = start_beams(decoder, self.max_length, self.rules.decoding)
         return search(decoder, beams, self.max_length, self.rules)
 
 
 def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
-    """Captures `run`, which reads `inputs`, on their GPU. Runs it once before, so that libraries are initialized."""
+    """Captures `run`, which reads `inputs`. It is run once before, so that libraries are initialized."""
     # A weight that autocast has converted outside of the graph would be freed before the graph is replayed.
     torch.clear_autocast_cache()
     stream = torch.cuda.Stream()

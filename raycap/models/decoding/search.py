@@ -1,9 +1,10 @@
 """Greedy decoding, sampling and beam search with one model or an ensemble, and the rules that forbid words.
 
-`models` and `memories` are one model and its memory, or equally long sequences: an ensemble averages probabilities.
-Log-probabilities are float32 (float64 for a float64 model). Rules do not change those of allowed words.
+`models` and `memories` are one model and its memory, or equally long sequences of them. Several models are an ensemble,
+which averages probabilities. Log-probabilities are float32 (float64 for a float64 model). Rules forbid words, and leave
+the log-probabilities of allowed words as they are.
 
-Shapes: B images, K beams or samples per image, R = B*K rows (or captions in progress of t tokens with SOS), T caption
+Shapes: B images, K beams or samples per image, R = B*K rows, one for each caption, t tokens so far with SOS, T caption
 tokens, V vocabulary.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from raycap.models.base import Cache, CaptionModel, Memory, check_positions
 from raycap.models.config import PLAIN, Decoding, ModelSizes
 
-CHECK_EVERY = 4  # steps between the questions to a GPU whether captions have ended, each of which waits for it
+CHECK_EVERY = 4  # steps between two questions to a GPU whether captions have ended; each question waits for the GPU
 COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words
 
 Models = CaptionModel | Sequence[CaptionModel]
@@ -46,16 +47,16 @@ class ScoreRules:
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """A function that forbids words in captions of at most `max_length` tokens with SOS and EOS.
 
-        It maps the log-probabilities (R, V) of the words after tokens (R, t) to those with -inf for forbidden words.
-        EOS is allowed where every word would be forbidden.
+        The function gets the log-probabilities (R, V) of the words after tokens (R, t), and returns them with -inf for
+        forbidden words. Where every word would be forbidden, EOS is allowed.
         """
         decoding = self.decoding
 
         def mask_of(words: Sequence[int]) -> Tensor:
             """(V,) True for the words."""
             mask = torch.zeros(sizes.vocabulary_size, dtype=torch.bool, device=device)
-            # A list as an index is copied to the GPU, and so is True in `mask[word] = True` with some versions of
-            # torch. A CUDA graph cannot capture either.
+            # Not `mask[words] = True`: the list, and with some versions of torch also True, would be copied to the GPU,
+            # and a CUDA graph cannot capture a copy.
             for word in words:
                 mask[word].fill_(True)
             return mask
@@ -88,13 +89,13 @@ def repeating_words(tokens: Tensor, order: int, vocabulary: int) -> Tensor:
     windows = tokens.unfold(1, order, 1)  # (R, t - order + 1, order)
     last = tokens[:, tokens.shape[1] - order + 1 :]
     repeats = (windows[:, :, :-1] == last[:, None]).all(-1)
-    words = windows[:, :, -1].where(repeats, vocabulary)  # a column for windows that differ
+    words = windows[:, :, -1].where(repeats, vocabulary)  # windows that differ mark a further column
     mask = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
     return mask.scatter(1, words, True)[:, :vocabulary]
 
 
 def most_probable(log_probs: Tensor, count: int) -> Tensor:
-    """The log-probabilities (R, V) with -inf for all but the `count` greatest. Words equal to the last one remain."""
+    """The log-probabilities (R, V) with -inf for all but the `count` greatest, and those equal to the last of these."""
     limit = log_probs.topk(min(count, log_probs.shape[1]), -1).values[:, -1:]
     return log_probs.masked_fill(log_probs < limit, -torch.inf)
 
@@ -112,11 +113,11 @@ def nucleus(log_probs: Tensor, share: float) -> Tensor:
 
 
 def length_divisor(lengths: Tensor, normalization: bool | float) -> Tensor:
-    """The divisors of the sums of log-probabilities by which captions are ranked, from their lengths with SOS and EOS.
+    """The divisors of captions' sums of log-probabilities, before these are ranked. lengths: with SOS and EOS.
 
-    normalization: True for the lengths, so that means are ranked; False for 1; a number for the exponent alpha of the
-    length penalty ((5 + n) / 6) ** alpha, where n counts the tokens without SOS (Wu et al. 2016, arXiv 1609.08144,
-    equation 14).
+    normalization: True divides by the length, so that means are ranked. False divides by 1. A number is the exponent
+    alpha of the length penalty ((5 + n) / 6) ** alpha, where n counts the tokens without SOS (Wu et al. 2016, arXiv
+    1609.08144, equation 14).
     """
     if isinstance(normalization, bool):
         return lengths if normalization else torch.ones_like(lengths)
@@ -127,14 +128,17 @@ def length_divisor(lengths: Tensor, normalization: bool | float) -> Tensor:
 class Captions:
     """n captions of each of B images; the longest one has T tokens."""
 
-    tokens: Tensor  # (B, n, T) int64 with SOS and, where the caption ended, EOS; PAD after that
+    tokens: Tensor  # (B, n, T) int64: SOS, words, EOS if the caption has ended, then PAD
     log_probs: Tensor  # (B, n, T) float32 of each token; 0 at SOS and after the end
-    lengths: Tensor  # (B, n) int64, numbers of tokens with SOS and EOS
-    scores: Tensor  # (B, n) float32 for the ranking: the sum of log-probabilities over `length_divisor`
+    lengths: Tensor  # (B, n) int64, the number of tokens with SOS and EOS
+    scores: Tensor  # (B, n) float32, by which captions are ranked: the sum of log-probabilities over `length_divisor`
 
 
 class Decoder:
-    """One or several models that decode the same tokens; `images` are the indices of the unfinished images."""
+    """One or several models that decode the same tokens.
+
+    images: the indices of the unfinished images. keeps_images: keep all images, and never ask which have ended.
+    """
 
     def __init__(
         self, models: Models, memories: Memories, beams: int, max_length: int, *, keeps_images: bool = False
@@ -152,10 +156,10 @@ class Decoder:
                     f"{first}; they must share one vocabulary"
                 )
             check_positions(max_length - 1, model.sizes.max_positions)
-        self.beams, self.keeps_images = beams, keeps_images  # keeps all images, and never asks which have ended
+        self.beams, self.keeps_images = beams, keeps_images
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
-        # All beams of an image start alike, so that the first step runs once per image. Dropout would make them differ.
+        # Without dropout all beams of an image start alike, so that the first step runs once per image.
         self.shares_first_step = not any(model.training for model in self.models)
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
@@ -165,7 +169,7 @@ class Decoder:
 
     @property
     def check_every(self) -> int:
-        """After how many steps the decoder asks which images have ended."""
+        """The number of steps between two questions which images have ended."""
         return CHECK_EVERY if self.device.type == "cuda" else 1
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -188,10 +192,10 @@ class Decoder:
         self.caches = [cache.select(index) for cache in self.caches]
 
     def drop_finished(self, finished: Tensor) -> Tensor | None:
-        """Drops the images where `finished` (B,) is True if they are at least half, in every `check_every`-th step.
+        """In every `check_every`-th step, drops the images where `finished` (B,) is True if they are at least half.
 
-        Returns the indices of the remaining images, or None if none was dropped. Images that have ended may stay,
-        because their captions do not change any more; dropping them copies data.
+        Dropping images copies data. Fewer images that have ended therefore stay, which does not change their captions.
+        Returns the indices of the remaining images, or None if none was dropped.
         """
         if self.keeps_images or self.caches[0].length % self.check_every:
             return None
@@ -205,7 +209,7 @@ class Decoder:
 
 
 def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
-    """The lengths (...) of captions (..., T), including the first EOS; T for a caption without EOS."""
+    """The lengths (...) of captions (..., T) up to their first EOS, which counts. T for a caption without EOS."""
     before = (tokens == eos).cumsum(-1) == 0
     return (before.sum(-1) + 1).clamp_(max=tokens.shape[-1])
 
@@ -230,10 +234,10 @@ def sample(
 ) -> Captions:
     """`num_samples` captions per image, each token drawn from softmax(logits / temperature) as `rules` restrict it.
 
-    `max_length` counts SOS and EOS; a caption that has not ended by then has no EOS. (The reference's sampler counts
-    without SOS: its 20 is 21 here.) `log_probs` are those of temperature 1 and all words. Each row takes one uniform
-    number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the captions are
-    reproducible.
+    `max_length` counts SOS and EOS. A caption that has not ended by then has no EOS. (The reference's sampler does not
+    count SOS: its 20 is 21 here.) `log_probs` are those of temperature 1 and all words. Each row takes one uniform
+    number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the captions can be drawn
+    again.
     """
     decoder, decoding = Decoder(models, memories, num_samples, max_length), rules.decoding
     restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
@@ -251,7 +255,7 @@ def sample(
         if draws is not None:
             uniform = draws[:, tokens.shape[1]]
         else:
-            # finished rows draw a number too, so that a row's draws do not depend on when other rows end
+            # finished rows draw a number, too, so that a row's numbers do not depend on when other rows end
             device = log_probs.device if generator is None else generator.device
             uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
         return draw_by_inversion(log_probs.exp(), uniform[rows])
@@ -260,7 +264,7 @@ def sample(
 
 
 def image_draws(seeds: Sequence[int], num_samples: int, max_length: int) -> Tensor:
-    """Uniform numbers (B * num_samples, max_length) for `sample`. Those of an image depend on its seed only."""
+    """Uniform numbers (B * num_samples, max_length) for `sample`. An image's numbers depend on its seed only."""
     shape = (num_samples, max_length)
     generators = (torch.Generator().manual_seed(seed) for seed in seeds)
     return torch.cat([torch.rand(shape, dtype=torch.float64, generator=generator) for generator in generators])
@@ -269,8 +273,8 @@ def image_draws(seeds: Sequence[int], num_samples: int, max_length: int) -> Tens
 def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (R,) at which cumulated probabilities (R, V) exceed uniform numbers (R,) in [0, 1).
 
-    Sampling by inversion needs one random number per row; torch.multinomial draws V. The function finds a block of
-    words and then the word in it, so that it cumulates only few numbers, in float64.
+    Sampling by inversion needs one random number per row, where torch.multinomial draws V. The function first finds a
+    block of words, and then the word in it, so that it cumulates few numbers. It does so in float64.
     """
     count = probabilities.shape[-1]
     width = math.isqrt(count)
@@ -286,21 +290,25 @@ def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The index of the weight (R, n) in whose interval a number (R, 1) in [0, 1) is, and its share of the interval."""
+    """Finds the weight (R, n) in whose interval a uniform number (R, 1) in [0, 1) is, if the weights divide [0, 1).
+
+    Returns its index, and the place of the number in the interval, from 0 to 1.
+    """
     upper = weights.cumsum(-1, dtype=torch.float64)
     target = uniform * upper[:, -1:]
-    # right=True finds the first cumulated weight above the target, so that a weight of 0 is never chosen
+    # with right=True it is the first cumulated weight above the target, so that a weight of 0 is never chosen
     position = torch.searchsorted(upper, target, right=True)
-    position.clamp_(max=weights.shape[-1] - 1)  # NaN from a diverged model must not raise an index error here
+    position.clamp_(max=weights.shape[-1] - 1)  # no index error for the NaN of a diverged model
     weight = weights.gather(1, position).double()
     within = (target - (upper.gather(1, position) - weight)) / weight
-    return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, so that the share is in [0, 1) again
+    return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, as a uniform number is
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
-    """Decodes rows independently of each other.
+    """Decodes each row on its own.
 
-    `choose` returns the next tokens (R,) of unfinished rows from log-probabilities (R, V), indices (R,), tokens (R, t).
+    `choose` returns the next tokens (R,) of the unfinished rows. It gets their log-probabilities (R, V), their indices
+    (R,) and their tokens so far (R, t).
     """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -333,8 +341,9 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
 def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` greatest log-probabilities of each row of (R, V), greatest first, and their words: (R, count) each.
 
-    They are in the columns of `COLUMN_WORDS` words with the greatest maxima. torch.topk over all words takes twice as
-    long on a CPU, and may choose other words among equal ones.
+    The vocabulary is arranged in columns of `COLUMN_WORDS` words. The words are searched in the columns with the
+    greatest maxima only. On a CPU, torch.topk over all words takes twice as long, and may choose other words among
+    equally probable ones.
     """
     words = log_probs.shape[-1]
     columns = words // COLUMN_WORDS
@@ -387,7 +396,7 @@ BeamsType = TypeVar("BeamsType", bound="Beams")
 
 
 def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRules = ScoreRules()) -> BeamsType:
-    """Extends the beams of every image until they are finished; finished images leave the batch."""
+    """Extends the beams of every image until they are finished. Images whose beams are finished leave the batch."""
     results = beams
     restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
     num_beams = decoder.beams
@@ -396,7 +405,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRule
         if position == 1:
             beams.log_probs = log_probs.new_zeros(beams.tokens.shape)
             beams.scores = log_probs.new_full(beams.ended.shape, -torch.inf)
-            beams.scores[:, :: beams.group_size] = 0.0  # all beams are equal: only the first of a group is extended
+            beams.scores[:, :: beams.group_size] = 0.0  # extends only the first beam of a group, as all are equal
             results = beams.pick(decoder.images)
         log_probs = restricted(log_probs, beams.tokens[:, :, :position].flatten(0, 1))
         parent = beams.extend(log_probs, position)
@@ -425,7 +434,7 @@ class Beams:
 
     @classmethod
     def start(cls, decoder: Decoder, max_length: int) -> Beams:
-        """Beams of SOS only. `search` allocates log_probs and scores at the first step, which decides their dtype."""
+        """Beams of SOS only. `search` allocates log_probs and scores at the first step, when their dtype is known."""
         shape = (len(decoder.images), decoder.beams)
         tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
         tokens[:, :, 0] = decoder.sizes.sos
@@ -438,7 +447,10 @@ class Beams:
         return self.ended.shape[1]
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        """Keeps the K best continuations of each image's beams from log_probs (B*K, V); returns the parents (B, K)."""
+        """Replaces each image's beams by their K best continuations, from log_probs (B*K, V).
+
+        Returns the number (B, K) of the former beam that each beam continues, its parent.
+        """
         parent, word, log_prob, self.scores = self.continuations(log_probs)
         self.append(parent, word, log_prob, position)
         return parent
@@ -449,13 +461,13 @@ class Beams:
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
-        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate and keeps its score
+        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is a candidate once, with its sum
         words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
         sums, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
         return chosen // offered, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums
 
     def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
-        """Replaces the beams: each continues the beam `parent` with `word`, which has `log_prob`; all are (B, K)."""
+        """Replaces the beams. Each continues the beam `parent` with `word`, which has `log_prob`; all are (B, K)."""
         history = parent[:, :, None].expand_as(self.tokens)
         self.tokens = self.tokens.gather(1, history)
         self.tokens[:, :, position] = word
@@ -497,7 +509,7 @@ BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
 
 @dataclass
 class GroupedBeams(Beams):
-    """Groups of equally many beams with different words, as `Decoding` describes them; sums are those of the model."""
+    """Groups of equally many beams, which prefer different words (`Decoding`). Their sums are those of the model."""
 
     num_groups: int
     diversity: float  # per beam of an earlier group with this word
@@ -509,7 +521,7 @@ class GroupedBeams(Beams):
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
         log_probs = log_probs.unflatten(0, (-1, self.ended.shape[1]))
         vocabulary = log_probs.shape[-1]
-        times_chosen = torch.zeros_like(log_probs[:, 0])  # (B, V) by beams of earlier groups
+        times_chosen = torch.zeros_like(log_probs[:, 0])  # (B, V): how many beams of earlier groups chose a word
         parts = []
         for first in range(0, self.ended.shape[1], self.group_size):
             of_group = slice(first, first + self.group_size)
@@ -537,7 +549,7 @@ def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
 
 
 def by_score(captions: Captions, length_normalization: bool | float) -> Captions:
-    """The captions of each image, best first by the sum of log-probabilities over `length_divisor`."""
+    """The captions of each image, best first. Their score is the sum of log-probabilities over `length_divisor`."""
     scores = captions.log_probs.sum(-1) / length_divisor(captions.lengths, length_normalization)
     scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
     history = order[:, :, None].expand_as(captions.tokens)

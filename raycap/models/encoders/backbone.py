@@ -1,7 +1,6 @@
 """The visual backbone: a timm model that gives image tokens, and the image transform that belongs to it.
 
-No other module imports timm. Shapes: B images, N image tokens, of which the grid's (rows x columns, row by row) follow
-any prefix tokens, C feature width.
+No other module imports timm. Shapes: B images, N image tokens, C feature width.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.config import SIZE_KEYS, BackboneConfig, Values
-from raycap.models.convert.tensor_files import load_strictly, read_tensors
+from raycap.models.convert.tensor_files import load_strictly, read_tensors, reason_of
 from raycap.models.encoders.transform import ImageTransform
 
-# Keys of sizes by timm's module, and the constructor's argument for each: "depth" takes one number, and "dims" a width
-# for each stage, which doubles from one to the next.
+# For each module of timm, the keys of the sizes that can be replaced, with the arguments of the constructor. "depth"
+# takes one number. "dims" takes the width of each stage, which doubles from one to the next.
 _STAGES = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size")}
 _PLAIN = {"embed_dim": "embed_dim", "depths": "depth", "num_heads": "num_heads", "patch_size": "patch_size"}
 _SIZES = {
@@ -57,45 +56,47 @@ class Layout:
     """What `forward_features` of a timm model gives for images of one size."""
 
     form: Form
-    num_prefix: int  # class and register tokens
+    num_prefix: int  # the number of class and register tokens before those of the grid
     grid: tuple[int, int]
     width: int
-    norm: str  # the name of a final norm that the model applies after pooling; "" where the features have it
-    unused: tuple[str, ...]  # names of modules with weights for pooling and classification
+    norm: str  # the name of a final norm that the model applies after pooling; "" if the features are normalized
+    unused: tuple[str, ...]  # the names of modules with weights that features do not need: pooling and classification
 
 
 class Backbone(nn.Module):
     """Computes features (B, N, C), after the model's final norm, from normalized images (B, 3, H, W).
 
-    BatchNorm always uses its stored statistics, also in training: data-parallel workers with small batches would
-    disagree about them, and no worker stores them.
+    The N tokens are those of the grid, row by row. Class and register tokens are left out.
+
+    BatchNorm always uses its stored statistics, also in training, because workers with small batches would compute
+    different ones.
     """
 
     def __init__(self, config: BackboneConfig, *, with_weights: bool = True) -> None:
-        """with_weights: False leaves the weights random, for a caller that loads others, and reads or downloads none.
+        """with_weights: if it is False, no weights are read or downloaded, because the caller will load some.
 
-        Raises ValueError for a configuration that gives no backbone, and ConnectionError when the download of
-        pretrained weights fails.
+        Raises ValueError for a configuration that gives no backbone, and ConnectionError if the download of pretrained
+        weights fails.
         """
         super().__init__()
         self.config = config
         self.layout = layout = find_layout(config)
         network = _create(config, pretrained=with_weights and config.weights == "pretrained")
-        for name in layout.unused:  # data-parallel training waits for the gradients of all weights
+        for name in layout.unused:  # removed, because data-parallel training waits for the gradients of all weights
             parent, _, child = name.rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
-        # A Swin's tensors keep the prefix that they have in older files, on which feature keys depend.
+        # the prefix of the names of weights, which files of weights and `freeze` contain
         self._name = "swin" if config.is_swin else "timm"
         self.add_module(self._name, network)
         if with_weights and config.weights not in ("none", "pretrained"):
             load_tensors(self, read_tensors(Path(config.weights)))
         self._can_checkpoint = _can_checkpoint(network)
-        if config.gradient_checkpointing is True and not self._can_checkpoint:
+        if config.gradient_checkpointing and not self._can_checkpoint:
             raise ValueError(
                 f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
-                "set it to false or auto"
+                "set it to false"
             )
-        self.set_gradient_checkpointing(config.gradient_checkpointing is True)
+        self.set_gradient_checkpointing(config.gradient_checkpointing)
         set_drop_path(self, config.drop_path)
         rows, columns = layout.grid
         self.grid = (rows // config.pool, columns // config.pool)
@@ -104,9 +105,8 @@ class Backbone(nn.Module):
                 f"backbone.pool is {config.pool}, which does not divide the grid of {rows} x {columns} tokens that "
                 f"{config.name} gives at {config.image_size} px; choose a divisor, or another backbone.image_size"
             )
-        self.num_prefix_tokens = num_prefix_tokens(config)
         self.width: int = layout.width
-        self.num_tokens = self.num_prefix_tokens + self.grid[0] * self.grid[1]
+        self.num_tokens = self.grid[0] * self.grid[1]
 
     @property
     def network(self) -> Any:
@@ -115,11 +115,11 @@ class Backbone(nn.Module):
 
     @property
     def transform(self) -> ImageTransform:
-        """The transform of the images that it reads."""
+        """The transform of the images that the backbone reads."""
         return image_transform(self.config)
 
     def macs(self) -> int:
-        """Multiply-accumulates per image of its products and convolutions. It takes no memory."""
+        """Multiply-accumulates per image of the products and convolutions. Counting takes no memory."""
         with torch.device("meta"), torch.no_grad():
             backbone = Backbone(self.config, with_weights=False).eval()
             with FlopCounterMode(display=False) as counter:
@@ -128,7 +128,7 @@ class Backbone(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The modules in the lists that timm calls blocks, layer1, stages and the like, from input to output."""
+        """The blocks from input to output: the modules in lists that timm calls blocks, layer1, stages and the like."""
 
         def is_list(module: nn.Module) -> bool:
             return isinstance(module, nn.Sequential | nn.ModuleList)
@@ -144,9 +144,9 @@ class Backbone(nn.Module):
         return list(walk(self.network, inside=False))
 
     def num_layers_above(self) -> dict[str, int]:
-        """The number of layers between each parameter's own layer and the model's output, by the parameter's name.
+        """For each parameter, the number of layers between its own layer and the model's output.
 
-        The layers are timm's, of which the last one has the classifier: parameters of the last block have 1. Raises
+        The layers are timm's. The last one has the classifier, so that parameters of the last block have 1. Raises
         ValueError for a model whose layers timm does not number.
         """
         with torch.device("meta"):
@@ -161,7 +161,7 @@ class Backbone(nn.Module):
         return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Whether backward passes compute the activations of blocks again to save memory, if the model can."""
+        """Lets backward passes compute the activations of blocks again, which saves memory, if the model can."""
         if self._can_checkpoint:
             self.network.set_grad_checkpointing(enabled)
 
@@ -180,13 +180,11 @@ class Backbone(nn.Module):
         tokens = features
         if layout.form != "tokens":
             tokens = features.flatten(1, 2) if layout.form == "rows first" else features.flatten(2).mT.contiguous()
-        if not layout.num_prefix and pool == 1:
-            return tokens
-        prefix, tokens = tokens[:, : layout.num_prefix], tokens[:, layout.num_prefix :]
+        tokens = tokens[:, layout.num_prefix :]
         if pool > 1:
             grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
             tokens = F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
-        return torch.cat((prefix, tokens), 1) if self.num_prefix_tokens else tokens
+        return tokens
 
 
 def image_transform(config: BackboneConfig) -> ImageTransform:
@@ -215,13 +213,8 @@ def image_transform(config: BackboneConfig) -> ImageTransform:
         ) from error
 
 
-def num_prefix_tokens(config: BackboneConfig) -> int:
-    """The number of class and register tokens before those of the grid. Raises ValueError as `find_layout`."""
-    return find_layout(config).num_prefix if config.prefix_tokens == "keep" else 0
-
-
 def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
-    """The configuration of a backbone with random weights and one block of each shape, if its depths can vary."""
+    """The same backbone with random weights and, if its depths can be replaced, with one block in each stage."""
     thin = replace(config, weights="none", gradient_checkpointing=False, drop_path=0.0)
     arguments = _SIZES.get(_family(config), {})
     if "depths" not in arguments:
@@ -232,7 +225,7 @@ def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
 
 @lru_cache(maxsize=16)
 def find_layout(config: BackboneConfig) -> Layout:
-    """The layout of a timm model's features, found with a forward pass that takes no memory and draws no numbers.
+    """The layout of a timm model's features. A forward pass on the device "meta" finds it, which needs no memory.
 
     Raises ValueError for a model without a grid of image tokens, and for an image size that it does not take.
     """
@@ -249,9 +242,9 @@ def find_layout(config: BackboneConfig) -> Layout:
             module.register_forward_hook(lambda *_, name=name: called.add(name))
         try:
             features = network.forward_features(torch.empty(1, 3, size, size))
-        except Exception as error:  # models refuse sizes with errors of many kinds
+        except Exception as error:  # models refuse sizes by many kinds of errors
             raise ValueError(
-                f"backbone.image_size is {size}, at which {config.name} gives no features ({_reason(error)}); choose "
+                f"backbone.image_size is {size}, at which {config.name} gives no features ({reason_of(error)}); choose "
                 "another size, such as that in the model's name"
             ) from error
     if not isinstance(features, Tensor) or features.ndim not in (3, 4) or features.shape[0] != 1:
@@ -262,7 +255,7 @@ def find_layout(config: BackboneConfig) -> Layout:
         if _has_weights(module) and not any(each.split(".")[0] == name for each in called)
     ]
     norm = _final_norm(network, features, unused)
-    if "." in norm:  # the norm in a head: the head's other parts are not used
+    if "." in norm:  # the norm is in a head, whose other parts are not used
         head, _, used = norm.partition(".")
         parts = network.get_submodule(head).named_children()
         unused += [f"{head}.{name}" for name, module in parts if name != used and _has_weights(module)]
@@ -294,7 +287,7 @@ def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[F
 
 
 def _final_norm(network: Any, features: Tensor, unused: list[str]) -> str:
-    """The name of the layer norm that a model applies to its pooled features, and "" if it has none."""
+    """The name of the layer norm that a model applies to its pooled features; "" if it has none."""
     for name in ("fc_norm", "head.norm"):
         try:
             norm = network.get_submodule(name)
@@ -332,7 +325,7 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
     if unknown := sorted(given.keys() - arguments.keys()):
         takes = f"it takes {', '.join(arguments)}" if arguments else "its sizes are fixed"
         raise ValueError(f"backbone.{unknown[0]} does not apply to {config.name}: {takes}; leave it out")
-    # another window size is allowed: timm resizes the pretrained position tables to it
+    # another window size is allowed, because timm resizes the pretrained position tables to it
     incompatible = sorted(given.keys() - {"window_size"})
     if pretrained and incompatible:
         raise ValueError(
@@ -357,18 +350,18 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
     """timm's model for a configuration, with random weights unless `pretrained`. See `Backbone` for the errors."""
     arguments = _overrides(config, pretrained)
     known = timm.get_pretrained_cfg(config.name)
-    if known is not None and known.fixed_input_size:  # the others compute images of any size
+    if known is not None and known.fixed_input_size:  # other models take images of any size
         arguments["img_size"] = config.image_size
     try:
         return timm.create_model(config.name, pretrained=pretrained, num_classes=num_classes, **arguments)
     except Exception as error:
         if not pretrained:
             raise ValueError(
-                f"{config.name} cannot be made at {config.image_size} px with these sizes ({_reason(error)})"
+                f"{config.name} cannot be made at {config.image_size} px with these sizes ({reason_of(error)})"
             ) from error
         if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses the settings
             raise
-        reason = " ".join(str(error).split())  # the libraries for downloads have exceptions of their own
+        reason = " ".join(str(error).split())  # of any type, because libraries for downloads have types of their own
         raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
 
 
@@ -392,7 +385,7 @@ def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TensorDropPath(nn.Module):
-    """Stochastic depth with its rate in a tensor. torch compiles a block anew for each rate that is a number."""
+    """Stochastic depth with its rate in a tensor, because torch would compile a block again for each other number."""
 
     keep: Tensor
 
@@ -418,7 +411,7 @@ def prepare_to_compile(backbone: Backbone) -> None:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets the stochastic depth of all backbones in `module`: 0 in the first block, rising to `rate` in the last one.
+    """Sets the stochastic depth of all backbones in `module`: 0 in the first block, and up to `rate` in the last one.
 
     Raises ValueError for a rate above 0 if a backbone has no stochastic depth.
     """
@@ -433,9 +426,9 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 
 
 def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
-    """Loads a checkpoint in timm's naming, or in one that timm converts, such as the original Swin's.
+    """Loads a checkpoint with timm's names, or with others that timm converts, such as the original Swin's.
 
-    timm resizes position tables. The classifier is left out. Raises ValueError for entries that do not fit.
+    timm resizes position tables. The classifier is left out. Raises ValueError for tensors that do not fit.
     """
     config = replace(backbone.config, weights="none")
     what = f"a {'Swin ' if config.is_swin else ''}checkpoint for {config.name}"
@@ -444,7 +437,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     try:
         state = _converted(tensors, network)
     except Exception as error:  # timm's functions expect checkpoints that fit
-        raise ValueError(f"{what} cannot be converted ({_reason(error)})") from error
+        raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
     heads = (network.pretrained_cfg or {}).get("classifier") or ()
     ignored = (*((heads,) if isinstance(heads, str) else heads), *backbone.layout.unused)
     kept = {
@@ -463,8 +456,3 @@ def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]
                     converted: dict[str, Tensor] = convert(dict(tensors), network)
                 return converted
     return dict(tensors)
-
-
-def _reason(error: Exception) -> str:
-    """An error as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

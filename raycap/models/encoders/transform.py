@@ -9,15 +9,15 @@ imported only where tensors are made, so that such a task starts in a fraction o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from raycap.models.config import Augmentation, Values
+from raycap.models.config import PYDANTIC, Augmentation, Values
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,8 @@ class ImageTransform:
     resize_to: the side in pixels before the crop; None for `image_size`, without a crop. keep_aspect: resize the
     shorter side to it and keep the aspect ratio, else both sides. Raises ValueError for other values.
     """
+
+    __pydantic_config__: ClassVar[Values] = PYDANTIC
 
     image_size: int
     mean: tuple[float, ...] = IMAGENET_MEAN
@@ -103,36 +105,6 @@ class ImageTransform:
 
         mean, std = _statistics(pixels.device, self.mean, self.std)
         return (pixels.to(torch.float32) / 255.0).sub_(mean).div_(std).permute(0, 3, 1, 2)
-
-    def describe(self) -> Values:
-        """The transform as JSON values; `resize` is [height, width], or one number for the shorter side."""
-        side = self.scaled_side
-        crops = self.keep_aspect or side != self.image_size
-        return {
-            "resize": side if self.keep_aspect else [side, side],
-            **({"crop": [self.image_size, self.image_size]} if crops else {}),
-            "interpolation": self.interpolation,
-            "antialias": True,
-            "mean": list(self.mean),
-            "std": list(self.std),
-        }
-
-    @classmethod
-    def from_description(cls, description: object, image_size: int) -> Self:
-        """The transform to squares of `image_size` that `describe` gave. Raises ValueError for other values."""
-        values = description if isinstance(description, Mapping) else {}
-        try:
-            resize = values["resize"]
-            keep_aspect = isinstance(resize, int)
-            mean, std = (tuple(map(float, values[key])) for key in ("mean", "std"))
-            side = resize if keep_aspect else resize[0]
-            resize_to = side if "crop" in values else None
-            transform = cls(image_size, mean, std, str(values["interpolation"]), resize_to, keep_aspect)
-        except (KeyError, TypeError, IndexError, OverflowError) as error:
-            raise ValueError(f"it describes no image transform ({type(error).__name__}: {error})") from error
-        if transform.describe() != description:
-            raise ValueError(f"it describes a transform that this version does not have, or not to {image_size} px")
-        return transform
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:

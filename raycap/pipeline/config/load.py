@@ -1,8 +1,8 @@
 """Reads configurations from YAML files, with `extends`, `--set` and `${VARIABLE}`, and checks them.
 
 A file may begin with `extends: other.yaml`, a path relative to the file. Its values are merged over those of the other
-file: mappings key by key, lists of named items (the stages) by name. All other values are replaced. A section that gets
-another `name` (another model, schedule or optimizer) is also replaced, because it has different keys.
+file. Mappings are merged key by key, and lists of named items (the stages) by name. All other values are replaced. A
+section that gets another `name` (another model, schedule or optimizer) is also replaced, because it has other keys.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpec
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The checked configuration of a YAML file. overrides: `a.b=value`, with stages by name or number.
 
-    Raises UserError. Its message is one sentence that names the key, its value and the valid keys or values.
+    Raises UserError with one sentence that names the key, its value, and the valid keys or values.
     """
     return parse_config(read_values(path, overrides))
 
@@ -55,7 +55,7 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
     The file's section `data` replaces that of the configuration. Its optional sections `features` and `evaluation` are
     merged over those of the configuration.
 
-    Raises UserError as `load_config`, and unless the file names region features exactly if the configuration does.
+    Raises UserError as `load_config`, and if only one of the file and the configuration names region features.
     """
     changes = expand_variables(read_file(path))
     if unknown := sorted(changes.keys() - set(DATA_FILE_SECTIONS)):
@@ -64,14 +64,15 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
         raise UserError(f"key data is missing in {path}; add the section of the images")
     features = changes.get("features")
     has_regions = isinstance(features, dict) and features.get("hdf5") is not None
-    if has_regions == config.has_backbone:  # regions are found by image id, and two data sets may have the same ids
+    # without this check, a model would find the regions of other images, because two data sets may have equal ids
+    if has_regions == config.has_backbone:
         problem = "are for a model" if has_regions else "are missing, and the model is"
         raise UserError(
             f"{path}: region features (features.hdf5) {problem} on region features; "
             + ("leave them out" if has_regions else "name the HDF5 file of these images")
         )
     values = config.model_dump(mode="json") | {"data": {}}
-    # a key of `evaluation` that nobody has set comes from a bundle's protocol
+    # only keys of `evaluation` that were set, because the others come from a bundle's protocol
     values["evaluation"] = config.evaluation.model_dump(mode="json", exclude_unset=True)
     return parse_config(merge(values, changes))
 
@@ -97,16 +98,16 @@ def read_file(path: Path) -> Values:
 
 
 def referenced_files(path: Path) -> list[Path]:
-    """The configuration and the files that it extends. For a search, also its base and the base's extended files."""
+    """The configuration and the files that it extends. For a search, also its base and the files which that extends."""
     files = [file for file, _ in _chain(path)]
     base = read_file(path).get("base")
     return files + ([file for file, _ in _chain(referenced_file(path.parent, base))] if isinstance(base, str) else [])
 
 
 def _chain(path: Path) -> list[tuple[Path, Values]]:
-    """The file, the file that it extends, and so on, each with the values that it contains.
+    """The file, the file that it extends, and so on, each with its values.
 
-    A path under `base` is made relative to the folder of the first file, because a search reads it from this folder.
+    A path under `base` becomes relative to the folder of the first file, because a search looks for it there.
     """
     chain = [(path, _read_yaml(path))]
     values = chain[0][1]
@@ -158,7 +159,7 @@ def _read_yaml(path: Path) -> Values:
 
 
 def merge(base: Values, changes: Values) -> Values:
-    """Copies `base` with `changes`, by the rules in this module's docstring."""
+    """A copy of `base` into which `changes` are merged by the rules at the top of this file."""
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
@@ -199,7 +200,7 @@ def apply_override(values: Values, override: str) -> None:
 def set_value(data: Values, key: str, value: object, source: str) -> None:
     """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
     if key == "storage" and isinstance(value, str):
-        key = "storage.uri"  # another place on the same server
+        key = "storage.uri"  # the server and the other keys of the storage remain
     parts = key.split(".")
     if len(parts) > MAX_KEY_PARTS:
         raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
@@ -250,10 +251,10 @@ def parse_section(section_type: type[SectionType], data: object, key: str = "") 
 
 
 def parse_given(section_type: type, data: Values, key: str) -> Values:
-    """Checks values for some of the fields of a dataclass, and returns them with the types of the fields.
+    """Checks values for some of the fields of a dataclass, and returns them in the types of the fields.
 
-    Raises UserError for a wrong key or type, but not for missing values or for values that contradict each other. key:
-    the section's key in its file.
+    Raises UserError for a wrong key or type. Values may be missing or contradict each other. key: the section's key in
+    its file.
     """
     hints = get_type_hints(section_type, include_extras=True)  # with the limits of numbers
     options: Values = {field.name: (hints[field.name], None) for field in fields(section_type)}
@@ -279,9 +280,9 @@ def shown_values(config: RunConfig, *, only_changes: bool = False) -> Values:
 
 
 def _sentence(error: ValidationError, data: object, section_type: object, section: str) -> str:
-    """One of pydantic's errors as a sentence with the dotted key: that of an unknown key before that of a missing one.
+    """One of pydantic's errors as a sentence with the dotted key.
 
-    A key is often missing because its name has a typing error.
+    An unknown key comes before a missing one, because a key is often missing since its name was mistyped.
     """
     prefix = (section,) if section else ()
     errors = error.errors()
@@ -309,21 +310,21 @@ def _sentence(error: ValidationError, data: object, section_type: object, sectio
 
 
 def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
-    """Lists the valid names after the introduction, and first asks about the one that is most similar to `name`."""
+    """The introduction and the valid names, after a question about the one that is most similar to `name`."""
     similar = difflib.get_close_matches(name[:MAX_QUOTED], sorted(valid_names), n=1)
     question = f"did you mean {similar[0]}? " if similar else ""
     return f"{question}{introduction}: {', '.join(sorted(valid_names))}"
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without its parts that are no keys: a system's name after `model`, and the type of a value.
+    """Pydantic's location without the parts that are no keys: a system's name after `model`, and the type of a value.
 
-    For a mapping's key that is not allowed, it is the location of the mapping, because the message quotes the key.
+    If a mapping has a key that is not allowed, it is the location of the mapping, because the message quotes the key.
     """
     if location[-1:] == ("[key]",):
         location = location[:-2]
     last = str(location[-1]) if location else ""
-    if last in ("int", "float") or last.startswith("literal["):  # a value of several types
+    if last in ("int", "float") or last.startswith("literal["):  # the value may have several types
         location = location[:-1]
     is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
     return (location[0], *location[2:]) if is_tagged else location
@@ -352,7 +353,7 @@ def _keys_at(location: Sequence[int | str], section_type: object) -> list[str]:
 
 def _types_of_keys(annotation: Any) -> Values:
     """The keys, with their types, of the section in an annotation such as `Section | None`; empty without a section."""
-    is_class = isinstance(annotation, type)  # and no mark of a type
+    is_class = isinstance(annotation, type)
     if is_class and is_dataclass(annotation):
         return {field.name: field.type for field in fields(annotation)}
     if is_class and issubclass(annotation, BaseModel):

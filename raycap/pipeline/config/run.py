@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -34,7 +32,7 @@ from raycap.pipeline.storage.s3 import is_remote
 
 
 class RunConfig(Section):
-    """All keys of a run. Marks (`models.config.Identity`) show how a key enters the run's identity."""
+    """All keys of a run. A mark (`models.config.Identity`) says how a key enters the run's identity."""
 
     name: FileName
     seed: Seed = 0
@@ -61,22 +59,22 @@ class RunConfig(Section):
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Remembers the secrets in a configuration that another process has sent, for messages of this one."""
+        """Remembers the secrets of a configuration that came from another process, so that messages leave them out."""
         super().__setstate__(state)
         remember_secrets([self.model_dump(mode="json"), *self._expanded.values()])
 
     def without_tracker(self) -> Self:
-        """The configuration for processes that need no tracker, whose address may contain a password."""
+        """A copy for processes that need no tracker. It lacks the tracker's address, which may contain a password."""
         config = self.model_copy(update={"tracking": TrackingSection(enabled=False)})
         config._expanded = {place: text for place, text in self._expanded.items() if place[0] != "tracking"}
         return config
 
     def stored_values(self, *, only_changes: bool = False) -> Values:
-        """Plain values for what is stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
+        """The plain values that are stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
 
-        Numbers and switches have their values. The tracker's address is left out, because it may contain a password,
-        and so is the default section `backbone` of a run on region features, which has no backbone. only_changes: only
-        the keys that differ from their defaults, and the model's name.
+        Numbers and switches have their values. The tracker's address is left out, because it may contain a password. A
+        run on region features has no backbone, so that a default section `backbone` is left out, too. only_changes:
+        only the keys that differ from their defaults, and the model's name.
         """
         unused = {"backbone"} if not self.has_backbone and self.backbone == BackboneConfig() else set()
         exclude: Values = {"tracking": {"uri"}, **dict.fromkeys(unused, True)}
@@ -95,11 +93,6 @@ class RunConfig(Section):
             raise ValueError(f"stage names must differ, found {', '.join(names)}")
         self._check_regions()
         self.evaluation.require_words(self.data.language, self.data.tokenizer)
-        if self.has_backbone and self.backbone.prefix_tokens == "keep" and self.model.needs_grid:
-            raise ValueError(
-                "backbone.prefix_tokens is keep, and this model arranges image tokens as a grid, in which class and "
-                "register tokens have no place; set it to drop"
-            )
         for stage in self.stages:
             smallest, _ = self.micro_batch_sizes(stage)
             if smallest == 0:
@@ -111,7 +104,7 @@ class RunConfig(Section):
                 )
 
     def _check_regions(self) -> None:
-        """Refuses a source of features that does not fit the data, the model or the stages."""
+        """Raises ValueError if the source of the features does not fit the data, the model or the stages."""
         if self.features.hdf5 == SYNTHETIC and self.data.synthetic is None:
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
@@ -145,17 +138,17 @@ class RunConfig(Section):
 
     @property
     def working_path(self) -> Path:
-        """The local working folder: the storage itself, or this machine's copy of a storage on S3."""
+        """The folder on this machine's disk: the storage itself, or the copy of a storage on S3."""
         if is_remote(self.storage.uri):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
 
     def home(self, name: str) -> StoragePath | None:
-        """The place on S3 of which the folder `name` of `working_path` is a copy. None for a local storage."""
+        """The place on S3 that is copied to the folder `name` of `working_path`. None for a local storage."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
     def require_storage(self) -> None:
-        """Raises an error within seconds if no server answers for the storage or the data set, or a bucket is missing.
+        """Raises an error within seconds if the storage or the data set on S3 cannot be reached.
 
         Commands call it first, because later requests are repeated for minutes.
         """
@@ -169,19 +162,10 @@ class RunConfig(Section):
         return storage_path(self.storage.uri, self.storage.options)
 
     def micro_batch_sizes(self, stage: StageSection) -> tuple[int, int]:
-        """The fewest and most samples of a worker's micro-batch, over all numbers of workers that may train."""
+        """The fewest and the most samples of a worker's micro-batch, because the number of workers may vary."""
         fewest_workers, most_workers = self.workers.counts[0], self.workers.counts[-1]
         steps = stage.gradient_accumulation_steps
         return stage.batch_size // (most_workers * steps), math.ceil(stage.batch_size / (fewest_workers * steps))
-
-    @staticmethod
-    def num_training_stores(stages: Sequence[StageSection]) -> int:
-        """The stores that these consecutive stages fill with the features of training images, if any are stored.
-
-        A frozen stage reads one, and after a change of the backbone another one.
-        """
-        trains = [True, *(stage.train_backbone for stage in stages)]
-        return sum(before and not after for before, after in pairwise(trains))
 
     def stage(self, name: str) -> StageSection:
         return next(stage for stage in self.stages if stage.name == name)

@@ -85,8 +85,8 @@ Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
-# Limits are far above what anyone would train (`models/config.py`). A type without a special limit has one that keeps
-# products in 64 bits, or in the range of float32.
+# Limits are far above what anyone would train (`models/config.py`). Where no other limit is known, products of numbers
+# stay in 64 bits, or in the range of float32.
 Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
 Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e38), NUMBER]
@@ -128,7 +128,7 @@ class Section(BaseModel):
         """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
 
     def stated(self, key: str) -> str:
-        """A key of this section with its value, as a message names it. It says so if nobody has set the value.
+        """A key of this section with its value, as a message names it, and whether the value is the default.
 
         key: from the top of the configuration, such as data.min_count.
         """
@@ -147,10 +147,10 @@ class StorageSection(Section):
 
     uri: Place = "results"
     endpoint_url: Text | None = None
-    """The address of an S3-compatible server; None: AWS_ENDPOINT_URL, or AWS."""
+    """The address of an S3-compatible server. By default it is AWS_ENDPOINT_URL, or else AWS."""
     region: Name | None = None
     retry_minutes: Annotated[float, Field(ge=0, le=60), NUMBER] = RETRY_MINUTES
-    """How long a request to S3 that fails is repeated; a request that S3 refuses, such as 403, fails at once."""
+    """How long a request to S3 that fails is repeated. A request that S3 refuses, such as 403, fails at once."""
 
     def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
@@ -176,14 +176,14 @@ class SourceSection(Section):
     images: Text = "."
     """The folder of its images, relative to data.root, or an s3:// prefix."""
     split: Name | None = None
-    """For images that neither the file nor a split list mentions."""
+    """The split of images for which neither the file nor a split list gives one."""
     rewarded: bool = True
-    """false: captions of a model for images of the other sources, which cross entropy learns and SCST does not reward.
-    """
+    """Whether SCST rewards these captions. Set it to false for captions that a model wrote for images of the other
+    sources. Cross entropy learns from both."""
 
 
 class ColumnSection(Section):
-    """The names of a table's columns, or of the keys in a sample's JSON; None for those that docs/data.md lists."""
+    """The names of a table's columns, or of the keys in a sample's JSON. docs/data.md lists the default names."""
 
     image: Text | None = None
     captions: Text | None = None
@@ -193,27 +193,15 @@ class ColumnSection(Section):
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """The synthetic data set. image_size: the width in pixels. Raises UserError for too few or too small images."""
+    """The synthetic data set. image_size: the width in pixels; smaller shapes than at 32 pixels look alike."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
-    num_images: Annotated[int, Field(le=10**5), NUMBER] = 1500
-    image_size: Annotated[int, Field(le=2048), NUMBER] = 64
+    num_images: Annotated[int, Field(ge=len(SPLIT_CYCLE), le=10**5), NUMBER] = 1500  # fills all splits
+    image_size: Annotated[int, Field(ge=32, le=2048), NUMBER] = 64
     """Drawn four times as large, which takes 200 MB at most."""
     seed: Seed = 0
     language: Literal["en", "zh"] = "en"
     """Of the captions; the pictures do not depend on it."""
-
-    def __post_init__(self) -> None:
-        if self.num_images < len(SPLIT_CYCLE):
-            raise UserError(
-                f"num_images is {self.num_images}, but only {len(SPLIT_CYCLE)} images of the synthetic data set fill "
-                f"all of its splits; set num_images to {len(SPLIT_CYCLE)} or more"
-            )
-        if self.image_size < 32:
-            raise UserError(
-                f"image_size is {self.image_size}, but below 32 pixels the small shapes look alike; "
-                "set image_size to 32 or more"
-            )
 
 
 class DataSection(Section):
@@ -221,31 +209,31 @@ class DataSection(Section):
 
     synthetic: SceneConfig | None = None
     root: Annotated[Place | None, Identity.IGNORED] = None
-    """A folder or an s3:// prefix; a run's identity depends on the content of the data instead of this path."""
+    """A folder or an s3:// prefix. A run's identity depends on the content of the data and not on this path."""
     format: Literal["auto", "karpathy", "coco", "nocaps", "table", "webdataset", "text"] = "auto"
     annotations: Text = "dataset.json"
     """A file, several as shard-{000..009}.tar or part-*.parquet, or a folder."""
     columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()
-    """The data's fingerprint counts instead."""
+    """A run's identity has the data's fingerprint instead."""
     split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
-    """{split: fraction} for images that have no split otherwise; a hash of an image's name and the seed selects it."""
+    """{split: fraction} for images without a split. A hash of the image's name and split_seed selects the split."""
     split_seed: Annotated[Seed, Identity.IGNORED] = 0
     images: Text = "."
-    """The folder of the annotations' filepath/filename, or an s3:// prefix."""
+    """The folder or s3:// prefix below which the annotations name image files."""
     split: Name | None = None
     """The split of images whose annotations name none."""
     sources: tuple[SourceSection, ...] = ()
-    """Instead of annotations, images and split."""
+    """Several annotation files, in place of annotations, images and split."""
     split_lists: dict[Name, Text] = {}
     """{split: file with one image name per line}, relative to data.root."""
     language: Language = ENGLISH
-    """Of the captions; decides the words on which they are scored."""
+    """The language of the captions. It decides the words on which they are scored."""
     tokenizer: Literal["expansionnet", "spacy", "tokens", "unicode", "characters", "subword"] = "expansionnet"
-    """tokens: those of Karpathy's dataset.json; docs/languages.md describes the others."""
+    """How captions become tokens. `tokens` are those of Karpathy's dataset.json; docs/languages.md has the others."""
     subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
-    """The words of a vocabulary of subwords, with the 256 bytes and the special tokens."""
+    """The size of a vocabulary of subwords, with the 256 bytes and the special tokens."""
     vocabulary_splits: tuple[Name, ...] | None = None
-    """None: train_splits, without those of a model's captions."""
+    """The splits whose captions give the vocabulary. By default train_splits without those of a model's captions."""
     train_splits: tuple[Name, ...] = ("train", "restval")
     val_split: Name = "val"
     test_splits: tuple[Name, ...] = ("test",)
@@ -260,8 +248,7 @@ class DataSection(Section):
     def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
-        taught = {source.split for source in self.sources if not source.rewarded}
-        if not taught <= {*self.train_splits} or not self.rewarded_splits:
+        if not self.taught_splits <= {*self.train_splits} or not self.rewarded_splits:
             raise ValueError(
                 "data.sources: a source with rewarded: false needs a split of its own, which data.train_splits lists "
                 "besides the split of people's captions"
@@ -290,14 +277,18 @@ class DataSection(Section):
             )
 
     @property
+    def taught_splits(self) -> set[str | None]:
+        """The splits of the sources with a model's captions (`rewarded: false`)."""
+        return {source.split for source in self.sources if not source.rewarded}
+
+    @property
     def rewarded_splits(self) -> tuple[str, ...]:
-        """The training splits with people's captions: without those of sources with `rewarded: false`."""
-        taught = {source.split for source in self.sources if not source.rewarded}
-        return tuple(name for name in self.train_splits if name not in taught)
+        """The training splits with people's captions."""
+        return tuple(name for name in self.train_splits if name not in self.taught_splits)
 
 
-# The CPUs of an actor that extracts features and of a task that decodes images for it. They differ, because Ray Data
-# would run the decoding inside actors with equal resources.
+# The CPUs of an actor that extracts features, and of a task that decodes images for it. They differ, because Ray Data
+# would decode inside the actors if they had equal resources.
 ACTOR_CPUS, DECODING_CPUS = 0.5, 0.4
 
 
@@ -309,27 +300,27 @@ class FeatureSection(Section):
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
     rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
     num_actors: Annotated[Processes | None, Identity.IGNORED] = None
-    """Extracting processes; None: one on CPUs, and on GPUs a pool that grows to what the cluster has."""
+    """Extracting processes. By default one on CPUs, and on GPUs a pool that grows to what the cluster has."""
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
     threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
-    """Up to this many images are extracted by tasks: starting actors would take longer than they save."""
+    """Up to this many images are extracted by tasks, because starting actors would take longer than they save."""
     hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
-    """The file of a detector's region features, which replace a backbone (`pipeline.features.regions`), or SYNTHETIC.
-    """
+    """The file of a detector's region features (`pipeline.features.regions`), which replace a backbone; `synthetic`
+    selects the regions of the synthetic data set."""
     max_regions: Annotated[Count, Field(gt=0), Identity.WITH_REGIONS] = 100
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
-    """true: keep the first max_regions of an image that has more; false: refuse it."""
+    """If an image has more than max_regions: true keeps the first of them, false refuses the image."""
     views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
-    """Random versions of each training image, of which every epoch reads one; 0: the images as they are."""
+    """Random versions of each training image, of which every epoch reads one. 0 for the images as they are."""
     augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()
     """How a view differs from its image."""
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
-    """The largest size in GiB of the cache of shards from S3, and also of the cache of images, as far as the disk has
-    room; None: half of the disk's free space when the cache is opened."""
+    """The largest size in GiB of the cache of shards from S3, and also of the cache of images, if the disk has room. By
+    default it is half of the disk's free space when the cache is opened."""
     store: Literal["never", "always"] = "always"
-    """Whether the features of training images are stored, or frozen stages compute them at each step. Those of other
-    images are always stored."""
+    """always: the features of training images are stored. never: frozen stages compute them at each step. The features
+    of other images are stored in both cases."""
 
     def check_values(self) -> None:
         if self.store != "always" and self.hdf5 is not None:
@@ -340,17 +331,17 @@ class FeatureSection(Section):
 
     @property
     def training_views(self) -> Views | None:
-        """The versions of training images; None for the images as they are."""
+        """The random versions of training images. None for the images as they are."""
         return Views(self.views, self.augmentation) if self.views else None
 
     @property
     def least_actors(self) -> int:
-        """The processes without which the extraction does not begin."""
+        """The number of processes that the extraction needs to begin."""
         return self.num_actors or 1
 
     @property
     def most_actors(self) -> int | None:
-        """The processes of a long extraction; None for as many as the cluster has room for."""
+        """The largest number of processes. None for as many as the cluster has room for."""
         return None if self.num_actors is None and self.gpus_per_actor else self.least_actors
 
     @property
@@ -379,9 +370,9 @@ class OptimizerSection(Section):
     decayed_weights: Literal["all", "linear"] = "all"
     """linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table."""
     backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
-    """In end-to-end stages the backbone's rate is the stage's times this factor, and times layer_decay once for each of
-    the layers from a parameter's own to the last one."""
+    """In end-to-end stages the backbone's learning rate is the stage's times this factor."""
     layer_decay: Share = 1.0
+    """In end-to-end stages a layer of the backbone has this factor once for itself and once for each layer above it."""
 
 
 class PlateauSection(Section):
@@ -398,8 +389,8 @@ class PlateauSection(Section):
 class ScstSection(Section):
     """Self-critical sequence training: the sampler, the baseline, the reward and the loss.
 
-    The recipe of the Meshed-Memory Transformer is sampler: beam, baseline: mean, eos_in_reward: false,
-    document_frequency: captions, sampling_dropout: true, fixed_length: 20.
+    The defaults are the recipe of ExpansionNet v2. That of the Meshed-Memory Transformer is sampler: beam, baseline:
+    mean, eos_in_reward: false, document_frequency: captions, sampling_dropout: true, fixed_length: 20.
     """
 
     num_samples: Annotated[int, Field(ge=2, le=1000), NUMBER] = 5
@@ -414,16 +405,15 @@ class ScstSection(Section):
     """Divide each caption's summed log-probability by this number."""
     document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False
-    """Sample in training mode, with the masks of dropout that the loss is computed with."""
+    """Sample in training mode, with the same masks of dropout with which the loss is computed."""
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
-    """{reward: weight} of the summands (`pipeline.training.rewards.stage_reward`); a weight of 0 only logs the summand.
-    """
+    """{reward: weight} of the sum (`pipeline.training.rewards.stage_reward`). A reward of weight 0 is only logged."""
     divide_by_deviation: bool = False
     """Divide the advantages of an image's samples by the standard deviation of their rewards."""
     kl: NonNegativeFloat = 0.0
-    """The weight of the divergence from the weights with which the stage began, which takes one more copy of them."""
+    """The weight of the divergence from the model with which the stage began. It takes one more copy of the weights."""
     max_cider_drop: Fraction = 0.3
-    """Ends the stage when validation CIDEr-D is below (1 - max_cider_drop) x the best."""
+    """The stage ends when validation CIDEr-D is below (1 - max_cider_drop) times the best."""
 
     def check_values(self) -> None:
         if not any(self.reward.values()):
@@ -438,8 +428,8 @@ class ScstSection(Section):
     def signature(self) -> str:
         """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-        Settings that the notation lacks follow as `|key:value`, unless they are the defaults, those of ExpansionNet v2.
-        The notation has one metric: with other rewards, the key `reward` gives all weights and replaces it.
+        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation knows one
+        metric only. If there are other rewards, `|reward:...` has all weights and holds in its place.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
@@ -461,40 +451,42 @@ class StageSection(Section):
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
     freeze: Annotated[tuple[Text, ...], Field(max_length=100)] = ()
-    """Parameters that are not trained: names as in `model.encoder.0`, which include all below, with * and ? for any
-    text."""
+    """Parameters that are not trained. A name such as `model.encoder.0` includes all parameters in it; * and ? stand
+    for any text."""
     epochs: Epochs
     batch_size: BatchSize
-    """Images of all workers; with cross_entropy and captions_per_image 1, (image, caption) pairs."""
+    """Samples of all workers in a step. A sample is an image, or with cross_entropy and one caption per image a pair of
+    an image and a caption."""
     captions_per_image: Beams = 1
     lr: PositiveFloat
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection = OptimizerSection()
     label_smoothing: Fraction = 0.1
     dropout: Fraction | None = None
-    """None: the model's dropout."""
+    """The dropout in this stage. By default it is the model's."""
     drop_path: Fraction | None = None
-    """None: the backbone's drop_path."""
+    """The backbone's drop_path in this stage. By default it is that of the section `backbone`."""
     max_grad_norm: PositiveFloat | None = None
-    """The whole gradient is scaled down to this norm."""
+    """A gradient with a larger norm is scaled down to this norm."""
     max_grad_value: PositiveFloat | None = None
-    """Each element of the gradient is cut to this absolute value."""
+    """Each element of the gradient is cut to at most this absolute value."""
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
-    """The decay per step of an average of the weights, which is validated and kept in place of the weights."""
+    """The decay per step of an average of the weights. The average is validated and kept in place of the weights."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    """Of matrix products. tf32 rounds their factors to 10 bits on a GPU (since Ampere), and is float32 elsewhere."""
+    """The precision of matrix products. tf32 rounds their factors to 10 bits on GPUs since Ampere, and is float32
+    elsewhere."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """The type in which workers exchange gradients."""
     scst: ScstSection | None = None
     validate_every_epochs: Epochs = 1.0
     patience: Positive | None = None
-    """End the stage after this many validations in a row without a new best score."""
+    """The stage ends after this many validations in a row without a new best score."""
     plateau: PlateauSection | None = None
     checkpoint_every_steps: Annotated[Positive, Identity.IGNORED] = 500
     checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False
-    """Keep the weights only if validation CIDEr-D is above that of the previous stage."""
+    """If validation CIDEr-D is not above that of the stage before, drop the weights of this stage."""
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -533,7 +525,7 @@ class WorkersSection(Section):
 
     num_workers: Processes = 1
     min_workers: Processes | None = None
-    """Train with at least this many while nodes are missing; None: num_workers."""
+    """While nodes are missing, train with as few workers as this. By default it is num_workers."""
     gpus_per_worker: Gpus = 0
     cpus_per_worker: Cpus = 1
     resources: dict[Text, Annotated[float, Field(ge=0.0001, le=1e15), NUMBER]] = {}
@@ -544,7 +536,7 @@ class WorkersSection(Section):
     """Before training, take one step of every stage."""
     num_decode_threads: Threads = 0
     max_failures_per_hour: NonNegative = 6
-    """Training ends after more failures than this within an hour."""
+    """Training ends if more failures than this happen within an hour."""
     max_wait_minutes: Minutes = 30
     """How long a stage waits for the cluster's resources before it starts."""
     max_stall_minutes: Minutes = 60
@@ -555,7 +547,7 @@ class WorkersSection(Section):
 
     @property
     def counts(self) -> range:
-        """The numbers of workers that may train."""
+        """All numbers of workers with which the run may train."""
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
     @property
@@ -565,7 +557,7 @@ class WorkersSection(Section):
 
     @property
     def task_options(self) -> Values:
-        """`bundle` as the options of a Ray task, which takes the place of a worker."""
+        """The same resources as the options of a Ray task that takes the place of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
         return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
@@ -638,12 +630,15 @@ class ScoreInputsSection(Section):
 
 
 class EvaluationSection(Section):
-    """The search. A bundle's protocol records beam_size, max_length, ranking, collapse_repeats and decoding."""
+    """How captions are searched and scored.
+
+    A bundle's protocol records beam_size, max_length, ranking, collapse_repeats and decoding.
+    """
 
     beam_size: Beams = 5
     max_length: Tokens = 20
     num_results: Beams = 1
-    """Captions per image, at most beam_size without decoding.sampling."""
+    """Captions per image. If captions are not drawn (decoding.sampling), it is at most beam_size."""
     ranking: Ranking = "mean"
     """Finished beams are ranked by the mean log-probability of their tokens, by the sum, or by the sum divided by the
     length penalty with this exponent (`models.decoding.search.length_divisor`)."""
@@ -651,14 +646,14 @@ class EvaluationSection(Section):
     collapse_repeats: bool = False
     """Equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions."""
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
-    """Images per search; None: 32 on a CPU, 256 on a GPU and there fewer if the memory does not suffice."""
+    """Images per search. By default 32 on a CPU and 256 on a GPU, or fewer if the GPU's memory does not suffice."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """bfloat16: autocast, in which a few captions differ; auto: the faster one, measured once for a storage."""
+    """With bfloat16 (autocast) a few captions differ. auto is the faster one, which is measured once for a storage."""
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     """On a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones."""
     good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85
-    """A caption with this CIDEr-D is good, for the confidence; the default is that of people's captions on COCO's
-    server."""
+    """The CIDEr-D from which a caption counts as good, for the confidence. The default is the score of people's
+    captions on COCO's server."""
     constraints: Annotated[Text | None, Identity.FILE] = None
     """A file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format).
     """
@@ -707,11 +702,12 @@ class EvaluationSection(Section):
             )
 
     def require_words(self, language: str, tokenizer: str) -> None:
-        """Raises UserError for keys that need words of a language which tokens are not. tokenizer: of the model."""
-        for key, is_set in (
-            ("collapse_repeats", self.collapse_repeats),
-            ("decoding.no_open_endings", self.decoding.no_open_endings),
-        ):
+        """Raises UserError for keys that need other captions.
+
+        collapse_repeats and no_open_endings need tokens that are whole words, and no_open_endings needs English.
+        """
+        keys = {"collapse_repeats": self.collapse_repeats, "decoding.no_open_endings": self.decoding.no_open_endings}
+        for key, is_set in keys.items():
             if is_set and tokenizer in PARTS_OF_WORDS:
                 raise UserError(
                     f"evaluation.{key} is true, and with data.tokenizer = {tokenizer} tokens can be parts of a word; "
@@ -729,10 +725,8 @@ class TrackingSection(Section):
 
     enabled: bool = True
     uri: Annotated[Text, AfterValidator(str.strip)] | None = Field(default=None, repr=False)
-    """None: a SQLite file in the storage."""
+    """The tracker's address. By default it is a SQLite file in the storage."""
     experiment: Name = "raycap"
-    registered_name: Name | None = None
-    """None: the run's name."""
 
 
 class RetrainSection(Section):
@@ -742,13 +736,13 @@ class RetrainSection(Section):
     """
 
     split: Name | None = None
-    """Fixed at its first use; None: the first of data.test_splits."""
+    """The split on which models are compared, fixed at its first use. By default the first of data.test_splits."""
     margin: NonNegativeFloat = 0.0
     """In units of CIDEr-D; published scores are near 1.4."""
     confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95
     """The confidence of the two-sided interval."""
     lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = 120
-    """The time for which a killed retraining blocks the next one."""
+    """How long a retraining that was killed keeps the next one from starting."""
 
 
 def _system(model: object) -> str:

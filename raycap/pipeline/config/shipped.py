@@ -17,33 +17,28 @@ def shipped_names(folder: str = "") -> list[str]:
 
 
 def named_place(path: Path) -> Path | None:
-    """The file or folder that an argument names, or else the shipped configuration. None if there is neither."""
+    """The file or folder that an argument names, or else the shipped configuration of this name, if there is one."""
     return path if is_file(path) or is_folder(path) else _shipped_file(path, "")
 
 
 def named_config(path: Path | None) -> Path | None:
-    """The file of a configuration that an argument names, which may be a shipped one. None without an argument.
+    """The file of the configuration or search that an argument names, which may be a shipped one.
 
-    Raises UserError for what is neither a file nor the name of a shipped configuration, with a fitting name.
+    None if there is no argument. Raises UserError if this is neither a file nor the name of a shipped configuration.
     """
-    return None if path is None else _named(path, "", "configuration")
-
-
-def named_search(path: Path) -> Path:
-    """As `named_config`, for a search."""
-    return _named(path, "", "search")
+    return None if path is None else _named(path, "")
 
 
 def named_data(path: Path | None) -> Path | None:
     """As `named_config`, for the data files in raycap/configs/data/."""
-    return None if path is None else _named(path, "data", "data file")
+    return None if path is None else _named(path, "data")
 
 
 def referenced_file(folder: Path, name: str) -> Path:
     """The file that a configuration in `folder` names under `extends` or `base`.
 
-    It is a path relative to the folder, or else to that of the shipped configurations, where the suffix may be left
-    out. The file need not exist.
+    The name is a path relative to this folder. If there is no such file, it names a shipped configuration, also without
+    its suffix. The returned file need not exist.
     """
     path = folder / name
     if not is_file(path):
@@ -59,14 +54,15 @@ def is_shipped(path: Path) -> bool:
     return is_file(path) and path.resolve().is_relative_to(_folder("").resolve())
 
 
-def _named(path: Path, folder: str, kind: str) -> Path:
-    """The file that an argument names. kind: what it is called in messages. folder: below raycap/configs/."""
+def _named(path: Path, folder: str) -> Path:
+    """The file that an argument names. folder: that of the shipped files, below raycap/configs/."""
     file = path if is_file(path) else _shipped_file(path, folder)
     if file is not None:
         return file
     problem = "is a folder" if is_folder(path) else "does not exist"
     similar = difflib.get_close_matches(path.stem[:MAX_QUOTED], shipped_names(folder), n=3)
     hint = f"did you mean {' or '.join(similar)}?" if similar else "`raycap config --list` prints the names"
+    kind = "data file" if folder else "configuration"
     raise UserError(
         f"{kind} {shown(path)} {problem}; give the path of a YAML file, or the name of a shipped one: {hint}"
     )

@@ -28,8 +28,8 @@ Location = tuple[str | int, ...]  # keys and indices from the top of a configura
 class Expanded(str):
     """A text whose references are replaced.
 
-    written: the text with its references, which `repr` shows, so that no message quotes a value. variables: the values
-    of the references by name.
+    written: the text with its references. `repr` shows it, so that no message quotes a value. variables: the values of
+    the references by name.
     """
 
     written: str
@@ -47,8 +47,8 @@ def variable_names(text: str) -> list[str]:
 def expand_variables(value: object, key: str = "", *, is_stored: bool = False) -> Any:
     """Replaces each `${VARIABLE}` in the plain values of `key`. Raises UserError for a variable that is not set.
 
-    is_stored: the values are those of a stored configuration. A reference to a variable that is not set then remains,
-    except in the storage's place.
+    is_stored: the values are those of a stored configuration. In these a reference to a variable that is not set
+    remains, except in the section `storage`.
     """
     if isinstance(value, dict):
         return {
@@ -95,7 +95,10 @@ def quoted_value(value: object) -> str:
 
 
 def remember_secrets(values: object) -> dict[Location, Expanded]:
-    """Remembers the variables and passwords in plain values, for messages. Returns the expanded texts by location."""
+    """Remembers the variables and passwords in plain values, so that messages leave them out.
+
+    Returns the expanded texts by location.
+    """
     expanded = {}
     for location, text in texts_in(values):
         remember_address(text)
@@ -107,7 +110,7 @@ def remember_secrets(values: object) -> dict[Location, Expanded]:
 
 
 def restore_references(values: Values, expanded: dict[Location, Expanded]) -> None:
-    """Replaces texts of plain values by the texts with references. A text that has changed since then remains."""
+    """Puts `${VARIABLE}` back into the texts of plain values, unless a text has changed since it was expanded."""
     for location, text in expanded.items():
         node: Any = values
         try:

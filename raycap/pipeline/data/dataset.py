@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -38,19 +37,13 @@ CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chu
 class Dataset:
     """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
 
-    `load` memory-maps a table. origin: the rows of another data set from which these images were selected, ascending.
+    `load` memory-maps a table.
     """
 
     table: pa.Table
-    origin: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.table.num_rows
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The rows (len(self),) int64 that these images are in the data set from which they were selected."""
-        return np.arange(len(self)) if self.origin is None else self.origin
 
     @property
     def num_captions(self) -> int:
@@ -71,8 +64,7 @@ class Dataset:
 
     def where(self, mask: pa.ChunkedArray) -> Dataset:
         """The images for which a mask without nulls is true."""
-        rows = self.rows[mask.to_numpy()]
-        return self if len(rows) == len(self) else Dataset(self.table.filter(mask), rows)
+        return self if pc.sum(mask).as_py() == len(self) else Dataset(self.table.filter(mask))
 
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
         """A copy in which this column of SCHEMA has these values, one per row."""

@@ -1,37 +1,24 @@
-"""The vocabulary: the tokens of captions to ids and back, and the files with the ids of all captions of a data set.
-
-The files are written once and memory-mapped by every process that reads them:
-
-ids.npy       int32 (tokens,)       the ids of all captions, one caption after the other
-offsets.npy   int64 (captions + 1,) caption c has ids[offsets[c] : offsets[c + 1]]
-first.npy     int64 (images + 1,)   image i has the captions first[i] to first[i + 1] - 1
-"""
+"""The vocabulary: the tokens of captions to ids and back."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from raycap.models.config import Values
 from raycap.pipeline.config.languages import PARTS_OF_WORDS
 from raycap.pipeline.data.language.subwords import SubwordModel
 from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS
-from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runtime.names import quoted
-from raycap.pipeline.storage.atomic import atomic_path
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 
 MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
-DTYPES = {"ids": "int32", "offsets": "int64", "first": "int64"}
 
 
 @dataclass(frozen=True)
@@ -141,51 +128,3 @@ class Vocabulary:
             raise ValueError("the merges of a vocabulary must be a list of two pieces with a space between them")
         pairs = [text.split(" ") for text in merges]
         return cls(tuple(words), str(tokenizer), SubwordModel(tuple((left, right) for left, right in pairs)))
-
-
-@dataclass(frozen=True)
-class TokenFiles:
-    """The arrays of a folder of token files, memory-mapped. Several processes of a machine share their memory."""
-
-    ids: np.ndarray
-    offsets: np.ndarray
-    first: np.ndarray
-
-    @property
-    def num_images(self) -> int:
-        return len(self.first) - 1
-
-    @classmethod
-    def open(cls, folder: Path) -> TokenFiles:
-        """Opens the files. Raises DamagedError for one that is missing, cut, or does not fit the others."""
-        arrays = {}
-        for name, dtype in DTYPES.items():
-            path = folder / f"{name}.npy"
-            try:
-                arrays[name] = np.load(path, mmap_mode="r")
-            except FileNotFoundError as error:
-                raise DamagedError(f"{path} is missing") from error
-            except (ValueError, EOFError) as error:
-                raise DamagedError(f"{path} is damaged: {error}") from error
-            if arrays[name].ndim != 1 or arrays[name].dtype != dtype:
-                raise DamagedError(f"{path} is damaged: it is not an array of {dtype} with one dimension")
-        files = cls(**arrays)
-        if files.offsets[-1:] != len(files.ids) or files.first[-1:] != len(files.offsets) - 1:
-            raise DamagedError(f"{folder} is damaged: its files do not belong together")
-        return files
-
-
-def write_tokens(folder: Path, images: Iterable[Sequence[Sequence[int]]]) -> None:
-    """Writes the token files of a folder; existing ones are replaced, each as a whole.
-
-    images: for each image the ids of each of its captions.
-    """
-    ids, ends, last = array("i"), array("q", [0]), array("q", [0])
-    for captions in images:
-        for caption in captions:
-            ids.extend(caption)
-            ends.append(len(ids))
-        last.append(len(ends) - 1)
-    for (name, dtype), values in zip(DTYPES.items(), (ids, ends, last), strict=True):
-        with atomic_path(folder / f"{name}.npy") as temporary, temporary.open("wb") as file:
-            np.save(file, np.asarray(values, dtype), allow_pickle=False)

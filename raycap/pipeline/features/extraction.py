@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -185,7 +185,7 @@ class Extractor:
         return {
             "backbone": self.backbone.feature_settings(*NOT_A_SIZE),
             "weights": weights_file_digest(self.weights),
-            "transform": self.transform.describe(),
+            "transform": asdict(self.transform),
             "compute": self.settings.compute_dtype,
             "stored": self.settings.stored_dtype,
         }

@@ -399,9 +399,8 @@ def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState
     try:
         client = tracking_client(config)
         experiment = experiment_of(client, config)
-        model = config.tracking.registered_name or config.name
         for alias, run_id in (("champion", state.champion.run_id), ("challenger", state.challenger)):
-            _set_alias(client, model, alias, run_id and _run_of(client, experiment, run_id))
+            _set_alias(client, config.name, alias, run_id and _run_of(client, experiment, run_id))
         if state.decision is not None:
             decision = store.decision(state.decision)
             run = _run_of(client, experiment, decision.run)

@@ -33,7 +33,6 @@ MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 t
 MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
 # COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
 MIN_ORIGINAL_SIDE = 400
-SHORT_SIDE_BINS = (0, 64, 128, 224, 256, 320, 384, 480, 640, 1024, 2048)  # pixels; edges of the printed histogram
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
 MAX_UNKNOWN = 0.05  # fraction of the words of validation captions outside the vocabulary, above which is a warning
 MAX_EXAMPLES = 3  # A finding names at most this many images.
@@ -129,14 +128,9 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
             repeated.append(uri)
         if not any(words):
             wordless.append(uri)
-    result.statistics["captions"] = {
-        "total": sum(number * images for counter in counts.values() for number, images in counter.items()),
-        "per_image": {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())},
-        "empty": len(empty),
-        "huge": len(long),
-        "repeated": len(repeated),
-        "not_text": len(strange) + len(problems),
-    }
+    per_image = {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())}
+    result.statistics["captions"] = sum(count * images for each in counts.values() for count, images in each.items())
+    result.statistics["captions_per_image"] = per_image
     if problems:
         result.error(f"{len(problems)} captions are not text: {problems[0]}")
     if wordless:
@@ -265,10 +259,6 @@ def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> N
     if not len(sizes):
         return
     short_sides = sizes.min(1)
-    histogram = np.histogram(short_sides, bins=[*SHORT_SIDE_BINS, np.iinfo(np.int64).max])[0]
-    labels = [f"{low}-{high - 1}" for low, high in itertools.pairwise(SHORT_SIDE_BINS)] + [f"{SHORT_SIDE_BINS[-1]}+"]
-    bins = zip(labels, histogram.tolist(), strict=True)
-    result.statistics["short_side"] = {label: count for label, count in bins if count}
     most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
     # Original photographs differ in size, while most photographs of a shrunken data set have the same short side.
     if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:

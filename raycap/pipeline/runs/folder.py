@@ -5,7 +5,7 @@ workers open a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes 
 a trial of a search the captions of the reported split; the driver writes everything else.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
-                scores.json report.html COMPLETE.json tokens/
+                scores.json report.html COMPLETE.json
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -28,8 +27,8 @@ from raycap.pipeline.config.load import dump_config, parse_stored_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.vocabulary import TokenFiles, Vocabulary, write_tokens
-from raycap.pipeline.errors import DamagedError, OtherVersionError, UserError
+from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
@@ -38,8 +37,6 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-_BUILDING = Lock()  # of `_metadata_checks`
-TOKENS = "tokens"  # the ids of the captions in data.arrow
 # The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
@@ -109,25 +106,20 @@ class RunMetadata:
     def parse(values: Any, name: str) -> RunMetadata:
         """The metadata in the values of a run.json with this name. Raises DamagedError.
 
-        Raises OtherVersionError if a version of raycap wrote it that gives other results.
+        Raises UserError if a version of raycap wrote it that gives other results.
         """
         try:
             if (found := values.get("results_version")) == RESULTS_VERSION:
-                with _BUILDING:
-                    checks = _metadata_checks()
-                return checks.validate_python(values)
+                return METADATA.validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
             raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
-        raise OtherVersionError(
+        raise UserError(
             f"{name} was written by a version of raycap with other results (its results_version is {found}, and "
             f"{RESULTS_VERSION} here); use that version, or remove the folder"
         )
 
 
-@cache
-def _metadata_checks() -> TypeAdapter[RunMetadata]:
-    """Checks of run.json. Pydantic parses docstrings for them, which Python 3.11 cannot do in two threads at once."""
-    return TypeAdapter(RunMetadata)
+METADATA = TypeAdapter(RunMetadata)  # built here and not in the threads that read many runs
 
 
 @dataclass(frozen=True)
@@ -243,22 +235,6 @@ class RunFolder:
         """Samples per epoch of a stage: (image, caption) pairs, or images."""
         train = self.training_images(stage)
         return train.num_captions if stage.samples_are_pairs else len(train)
-
-    def tokens(self) -> TokenFiles:
-        """The tokens of the captions of the data set's images, memory-mapped. Raises DamagedError."""
-        path = self.path / TOKENS
-        with _reading(path, "`raycap run` writes it again"):
-            files = TokenFiles.open(path)
-            if files.num_images != len(self.dataset):
-                raise DamagedError(f"{path} is damaged: it has {files.num_images} of {len(self.dataset)} images")
-            return files
-
-    def write_tokens(self, vocabulary: Vocabulary) -> None:
-        """Writes the files that `tokens` opens, and uploads them. It takes about 10 s per million captions."""
-        lists = self.dataset.texts_by_image(vocabulary.tokenizer)
-        encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
-        write_tokens(self.path / TOKENS, encoded)
-        self.push(TOKENS)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -386,17 +362,6 @@ class RunFolder:
         with self._reading(initial):
             initial.stat()
         return initial
-
-
-def describe_delivered(folder: RunFolder) -> str | None:
-    """Which stage a run delivers and why, as a sentence; None for a run of one stage."""
-    stage = folder.delivered()
-    if stage is None or len(folder.config.stages) == 1:
-        return None
-    results = {each.name: folder.result(each.name) for each in folder.config.stages}
-    scores = ", ".join(f"{name} {result.best_score:.4f}" for name, result in results.items() if result is not None)
-    why = "deliver is last" if folder.config.deliver == "last" else "it has the best score"
-    return f"{stage.name}, because {why}; validation CIDEr-D by stage: {scores}"
 
 
 @contextmanager

@@ -11,9 +11,9 @@ import logging
 import platform
 from collections.abc import Collection
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
@@ -26,7 +26,6 @@ from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_b
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.folder import (
     DECISIONS,
-    TOKENS,
     RunFolder,
     RunMetadata,
     open_folder,
@@ -71,15 +70,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset, is_complete):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    folder = replace(folder)  # a new object, which has not cached the old data set
-    if not is_complete:
-        try:
-            folder.tokens()
-        except DamagedError as error:
-            if (folder.path / TOKENS).exists():
-                logger.warning(f"damaged   {str(error).partition(';')[0]}; it is written again")
-            folder.write_tokens(folder.vocabulary)
-    return folder
+    return replace(folder)  # a new object, which has not cached the old data set
 
 
 def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
@@ -127,53 +118,38 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
     """Writes the files of a new run."""
-    start = _begin(config, dataset)
+    vocabulary, sizes, num_tokens, parts = _begin(config, dataset)
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
-    write_text(folder.path / "vocabulary.json", start.vocabulary.to_json())
+    write_text(folder.path / "vocabulary.json", vocabulary.to_json())
     folder.write_config()
-    for part, module in start.parts.items():
+    for part, module in parts.items():
         save_weights(module, folder.path / "init" / f"{part}.safetensors")
     write_digests(folder.path / "init")
-    counts = {part: sum(each.numel() for each in module.parameters()) for part, module in start.parts.items()}
+    counts = {part: sum(each.numel() for each in module.parameters()) for part, module in parts.items()}
     metadata = RunMetadata(
         run_id=folder.run_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         data_fingerprint=dataset.fingerprint(),
         results_version=RESULTS_VERSION,
         commit=commit(),
-        versions={name: _version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
+        versions={name: version(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),
         unreadable=unreadable,
-        sizes=start.sizes,
-        num_tokens=start.num_tokens,
+        sizes=sizes,
+        num_tokens=num_tokens,
         parameters={"backbone": 0} | counts,
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
-    folder.write_tokens(start.vocabulary)
     write_json(folder.path / "run.json", asdict(metadata))  # written last, because it marks the folder as complete
     folder.push("run.json")
 
 
-def _version_of(package: str) -> str:
-    """The version of an installed package, else "missing"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
+def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes, int, dict[str, nn.Module]]:
+    """The vocabulary, sizes, tokens per image and modules that a run begins with. Raises UserError.
 
-
-class _Beginning(NamedTuple):
-    """What a run begins with. num_tokens: of an image's features. parts: `model`, and `backbone` if it has one."""
-
-    vocabulary: Vocabulary
-    sizes: ModelSizes
-    num_tokens: int
-    parts: dict[str, nn.Module]
-
-
-def _begin(config: RunConfig, dataset: Dataset) -> _Beginning:
-    """Draws the weights of the backbone and then of the model from the seed. Raises UserError."""
+    The modules are "model" and, if the run has one, "backbone". The backbone's weights are drawn before the model's.
+    """
     import torch
 
     label, bundle = f"init_from = {config.init_from}", None
@@ -200,7 +176,7 @@ def _begin(config: RunConfig, dataset: Dataset) -> _Beginning:
     if bundle is not None:
         _copy_bundle(bundle, model, backbone, label)
     parts: dict[str, nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
-    return _Beginning(vocabulary, sizes, num_tokens, parts)
+    return vocabulary, sizes, num_tokens, parts
 
 
 def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:

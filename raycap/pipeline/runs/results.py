@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from raycap.models.config import Values
-from raycap.pipeline.config.languages import metric_tokenizer
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import N_BEST, read_predictions
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import DamagedError, UserError
-from raycap.pipeline.evaluation.captioning.bundle import BUNDLE_FILES, read_confidences, require_intact, save_bundle
+from raycap.pipeline.evaluation.captioning.bundle import BUNDLE_FILES, save_bundle
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
-from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.reports.page import Report, ReportStage
 from raycap.pipeline.evaluation.results import ImageCaption, read_captions
@@ -60,18 +57,7 @@ def local_bundle(folder: RunFolder) -> Path:
     return path
 
 
-def stored_confidences(folder: RunFolder) -> tuple[Confidence, ...]:
-    """The confidences in a run's bundle; () without a bundle, and for a damaged one, which the log names."""
-    path = local_bundle(folder)
-    try:
-        require_intact(path)
-        return read_confidences(path)
-    except UserError as error:
-        logger.warning(f"damaged   {str(error).partition(';')[0]}; the bundle is written again without its confidences")
-        return ()
-
-
-def bundle_run(folder: RunFolder, stage: StageSection | None = None, confidences: Sequence[Confidence] = ()) -> Path:
+def bundle_run(folder: RunFolder, stage: StageSection | None = None) -> Path:
     """Writes the bundle and returns its local folder.
 
     stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
@@ -87,8 +73,7 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None, confidences
         info["stage"] = stage.name
     path, location = _bundle_path(folder, stage), bundle_place(folder, stage)
     protocol = run_protocol(config, stage or folder.delivered())
-    about: Values = {"name": config.name, "protocol": protocol, "info": info, "confidences": confidences}
-    save_bundle(path, captioner, folder.vocabulary, **about)
+    save_bundle(path, captioner, folder.vocabulary, name=config.name, protocol=protocol, info=info)
     if location.is_remote:
         Mirror(location, path).push()
     return path
@@ -133,22 +118,6 @@ def validation_by_stage(folder: RunFolder) -> dict[str, float]:
             if scores is not None and (value := scores.values["CIDEr-D"]) is not None:
                 values[stage.name] = value
     return values
-
-
-def validation_lines(config: RunConfig, by_stage: Mapping[str, float]) -> Iterator[str]:
-    """Validation CIDEr-D after each stage, and the gain of SCST over cross entropy.
-
-    These scores use the metrics' words, like the score table. During training, validation uses the vocabulary's tokens.
-    """
-    label = f"validation CIDEr-D ({metric_tokenizer(config.data.language)} tokens)  "
-    yield label + ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
-    objectives = {stage.name: stage.objective for stage in config.stages}
-    ascending = sorted(by_stage.items(), key=lambda item: item[1])
-    # The highest value of each objective: in ascending order, a later value replaces an earlier one.
-    best = {objectives[name]: value for name, value in ascending}
-    if best.keys() == {"cross_entropy", "scst"}:
-        gain = best["scst"] - best["cross_entropy"]
-        yield f"{'':{len(label)}}SCST {'gains' if gain >= 0 else 'LOSES'} {abs(gain):.4f} over cross entropy"
 
 
 def run_page(page: Report, folder: RunFolder, by_stage: Mapping[str, float], durations: Mapping[str, float]) -> Report:

@@ -15,9 +15,9 @@ Answer = TypeVar("Answer")
 class Batcher(Generic[Job, Answer]):
     """Computes one batch at a time. A batch has all waiting jobs, in order, but at most `max_size`.
 
-    A job never waits for others to arrive: batches are small in an idle process and full in a busy one. In contrast,
-    `ray.serve.batch` closes a batch a few milliseconds after its first job, and builds a queue of small batches under
-    load. compute: gives the answers to the jobs of a batch; it runs in `executor`.
+    A job never waits for others to arrive, so that batches are small in an idle process and full in a busy one. In
+    contrast, `ray.serve.batch` closes a batch a few milliseconds after its first job, and has a queue of small batches
+    under load. compute: gives the answers to the jobs of a batch. It runs in `executor`.
     """
 
     def __init__(self, compute: Callable[[Sequence[Job]], Sequence[Answer]], max_size: int, executor: Executor) -> None:

@@ -1,4 +1,7 @@
-"""The training loop's environment: ranks, device, notices and how to report metrics. The loop never imports Ray."""
+"""What the training loop needs to know of its process: ranks, device, notices, and how to report metrics.
+
+The loop gets it as a `Context`, so that it never imports Ray.
+"""
 
 from __future__ import annotations
 
@@ -29,44 +32,40 @@ class Context(Protocol):
     world_rank: int
     world_size: int
     device: torch.device
-    control_group: dist.ProcessGroup | None  # for small CPU tensors and objects; None: the default group
+    control_group: dist.ProcessGroup | None  # exchanges small CPU tensors and objects; None for the default group
 
     def report(self, metrics: Values) -> None:
-        """Sends metrics to the driver. It is a barrier: every rank must call it equally often."""
+        """Sends metrics to the driver. All ranks wait for each other, so all must call it together."""
 
     def has_notice(self) -> bool:
-        """Whether this worker will soon be ended. It does not wait, and ranks may differ."""
+        """Whether this worker will soon be ended. The method does not wait, and its answer may differ between ranks."""
+        return False
 
     def must_stop(self) -> bool:
-        """Whether training must save its state and end. It does not wait, and ranks may differ."""
+        """Whether training must save its state and end. As for `has_notice`, ranks may get different answers."""
+        return False
 
 
-class LocalContext:
-    """A single process without a cluster, for tests, benchmarks and trials. It has no driver to report to."""
+class LocalContext(Context):
+    """A single process without a cluster and a driver, for tests, benchmarks and trials."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
         self.device = torch.device(device)
-        self.control_group: dist.ProcessGroup | None = None
+        self.control_group = None
 
     def report(self, metrics: Values) -> None:
         pass
-
-    def has_notice(self) -> bool:
-        return False
-
-    def must_stop(self) -> bool:
-        return False
 
 
 class RayContext:
     """A worker of Ray Train. Ray has already set up the process group.
 
-    It has a notice when Ray drains the node of any worker, which providers of spot nodes ask for before they take a
-    node, or when this process got SIGTERM. From then on SIGTERM does not end the process.
+    It has a notice when this process got SIGTERM, which does not end the process, or when Ray drains the node of any
+    worker. Providers of spot nodes ask for that before they take a node away.
 
-    It must stop when `asked_to_stop` returns True. Rank 0 calls it every STOP_POLL_S in a background thread, and takes
-    an OSError as no.
+    It must stop when `asked_to_stop` returns True. Rank 0 calls this function every STOP_POLL_S seconds in a background
+    thread. An OSError counts as False.
     """
 
     def __init__(self, asked_to_stop: Callable[[], bool]) -> None:
@@ -77,7 +76,7 @@ class RayContext:
         context = ray.train.get_context()
         self.world_rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = torch.device("cpu") if computes_on_cpus() else get_device()
-        # Messages through NCCL would wait until the GPU has finished the step.
+        # with NCCL a message would wait until the GPU has finished the step, so messages go through gloo
         uses_nccl = self.device.type == "cuda" and self.world_size > 1
         self.control_group: dist.ProcessGroup | None = None
         if uses_nccl:
@@ -113,9 +112,9 @@ class RayContext:
 
 
 def _choose_interface(address: str) -> None:
-    """Makes gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME names one.
+    """Makes gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME names an interface.
 
-    By default gloo uses the address of the host's name, which may be one that only the host itself can reach.
+    By default gloo uses the address of the host's name, which other hosts may be unable to reach.
     """
     import psutil
 
@@ -143,9 +142,9 @@ def gather_objects(context: Context, value: Value) -> list[Value]:
 
 
 def any_rank(context: Context, *answers: bool) -> Callable[[], list[bool]]:
-    """Starts to ask for each answer whether it is True on any rank. Returns a function that waits for the results.
+    """Finds out for each of `answers` whether it is True on any rank. Returns a function that waits for the results.
 
-    All ranks must call this together. The ranks exchange their answers in the background.
+    All ranks must call this together. Until the function is called, the ranks exchange their answers in the background.
     """
     if context.world_size == 1:
         return lambda: list(answers)

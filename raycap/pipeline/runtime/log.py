@@ -1,8 +1,7 @@
-"""What a person sees of a command: the log, the progress of long work, and the decorations that failed.
+"""What a person sees of a command: its log, the progress of long work, and which pages and pictures failed.
 
 `configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
-file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply. `progress` draws a
-bar where standard error is a terminal, and otherwise logs a line every few seconds.
+file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from raycap.pipeline.errors import JobFailedError, UserError, cause_of
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.runtime.secrets import without_secrets
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 PACKAGE = "raycap"
 _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
-LINE_EVERY_S = 5.0  # seconds between two log lines about the progress of one task
+LINE_EVERY_S = 5.0  # seconds between two lines about the progress of one task
 logger = logging.getLogger(__name__)
 MAX_REASON = 300  # characters
 
@@ -34,8 +30,8 @@ MAX_REASON = 300  # characters
 def configure_logging(level: int = logging.INFO) -> None:
     """Shows records of `level` or above at the terminal (standard output). A second call changes the level.
 
-    A log file gets records of INFO or above even if the terminal shows warnings only. Handlers of other programs get
-    no records, because these handlers do not remove secrets. For the same reason, a handler that fails prints nothing.
+    A log file gets records of INFO or above even if the terminal shows warnings only. Other handlers in the process get
+    no records, because they do not remove secrets. For the same reason, a handler that fails prints nothing.
     """
     logging.raiseExceptions = False
     handler = _terminal_handler() or _TerminalHandler()
@@ -48,20 +44,14 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def log_to_stderr() -> None:
-    """Shows records on standard error from now on, in a command whose standard output another program may read."""
+    """From now on shows records on standard error, because another program may read the standard output."""
     if handler := _terminal_handler():
         handler.uses_stderr = True
 
 
-def is_shown(level: int) -> bool:
-    """Whether the terminal shows records of this level."""
-    handler = _terminal_handler()
-    return handler is not None and handler.level <= level
-
-
 @contextmanager
 def unchanged_level() -> Iterator[None]:
-    """Restores the terminal's level at the end of the context."""
+    """Within the context, the terminal's level may be changed. Afterwards it is as before."""
     handler = _terminal_handler()
     level = handler.level if handler else logging.NOTSET
     try:
@@ -72,7 +62,7 @@ def unchanged_level() -> Iterator[None]:
 
 
 def set_rank(rank: int) -> None:
-    """Marks the records of this process with its rank in data-parallel training; rank 0 stays unmarked."""
+    """Marks the records of this process with its rank in data-parallel training, unless the rank is 0."""
     global _rank
     _rank = rank
 
@@ -89,7 +79,7 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """In the context, records are also appended to a file, with date and time. So is an error that ends the context.
+    """Within the context, records are also appended to a file, with date and time, as is an error that ends it.
 
     If the file cannot be written, one warning is logged instead.
     """
@@ -137,7 +127,7 @@ class _Formatter(logging.Formatter):
 
 
 class _TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes to the present `sys.stdout` or `sys.stderr`, so that redirections take effect."""
+    """Writes to the present value of `sys.stdout` or `sys.stderr`, which a program may replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,9 +135,8 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         self.setFormatter(_Formatter(in_file=False))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "has_bar", False):  # then a progress bar shows the same as the record
-            self.stream = sys.stderr if self.uses_stderr else sys.stdout
-            super().emit(record)
+        self.stream = sys.stderr if self.uses_stderr else sys.stdout
+        super().emit(record)
 
 
 def _terminal_handler() -> _TerminalHandler | None:
@@ -156,75 +145,26 @@ def _terminal_handler() -> _TerminalHandler | None:
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)
 
 
-class ProgressBar:
-    """A bar below the lines of the log. It is drawn only on a terminal, and only if the log shows INFO records."""
-
-    def __init__(self) -> None:
-        self.is_drawn = sys.stderr.isatty() and is_shown(logging.INFO)
-        self._progress: Progress | None = None
-
-    def update(self, label: str, done: int, total: int, note: str = "") -> None:
-        """Shows `done` of `total`, an estimate of the remaining time, and a note."""
-        if not self.is_drawn:
-            return
-        if self._progress is None:
-            self._progress = _start_rich_progress()
-            self._progress.add_task(label, note=note)
-        task = self._progress.task_ids[0]
-        self._progress.update(task, description=label, total=total, completed=done, note=note)
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-
-def _start_rich_progress() -> Progress:
-    """Starts to draw a bar on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        console=Console(stderr=True),
-        refresh_per_second=2,
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # lines for a file or pipe must not be sent to the terminal
-    )
-    progress.start()
-    return progress
-
-
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` images are done. Yields a function that takes the number of newly finished images.
-
-    Every five seconds a line is logged; while a bar is drawn, only the log file gets it.
-    """
+    """Logs every five seconds how many of `total` images are done. Yields a function that takes the newly done ones."""
     begin = last = time.monotonic()
     done = 0
-    with closing(ProgressBar()) as bar:
 
-        def advance(count: int) -> None:
-            nonlocal done, last
-            done += count
-            now = time.monotonic()
-            rate = done / max(now - begin, 1e-3)  # no division by 0
-            bar.update(label, done, total, f"{rate:.1f} images/s")
-            if now - last <= LINE_EVERY_S:
-                return
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        now = time.monotonic()
+        if done and now - last > LINE_EVERY_S:
             last = now
-            line = f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
-            logger.info(line, extra={"has_bar": bar.is_drawn})
+            rate = done / (now - begin)
+            logger.info(f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left")
 
-        yield advance
+    yield advance
 
 
 class Decorations:
-    """Records which decorations of a result fail: its pages, plots and pictures, which are made after its scores.
+    """Records which decorations of a result fail. Decorations are its pages, plots and pictures, made after the scores.
 
     failed: {decoration: reason} of those that could not be made.
     """
@@ -234,9 +174,9 @@ class Decorations:
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Records an error of the context in `failed` and does not raise it, unless it is a mistake of the user.
+        """Records an error of the context in `failed` instead of raising it. A mistake of the user is raised.
 
-        An error of a task is never a mistake of the user, because the driver has checked the same configuration.
+        An error from a Ray task is never a mistake of the user, because the driver has checked the same configuration.
         """
         try:
             yield

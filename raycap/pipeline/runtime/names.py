@@ -1,4 +1,4 @@
-"""Names from elsewhere: paths, object keys that become paths of local files, and text that is printed on a terminal."""
+"""Names and texts that others wrote: paths, object keys that become local paths, and text for a terminal or message."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_ERROR = 500
 
 
 def relative_name(name: str, source: str) -> str:
-    """Returns `name` if it is the plain relative path of a file, so that a file of this name stays in its folder.
+    """Returns `name` if it is a plain relative path, so that the file of this name is inside its folder.
 
-    Raises UserError for an absolute path, for "..", ".", an empty part, a backslash, a NUL, other control characters
-    and text that is not UTF-8. source: where the name was found, for the message.
+    Raises UserError for an absolute path, for "..", ".", an empty part, a backslash, control characters, and text that
+    is not UTF-8. source: where the name was found, for the message.
     """
     parts = name.split("/")
     is_plain = all(part not in ("", ".", "..") for part in parts) and name == printable(name) and "\\" not in name
@@ -40,20 +40,20 @@ def printable(text: str) -> str:
 
     Line ends are escaped as well. Right-to-left marks and overrides count as not printable.
     """
-    if text.isprintable():  # most texts are printable; this check is faster than the join below
+    if text.isprintable():  # a fast check, which is enough for most texts
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error from a library, on one line, in at most MAX_ERROR characters; its type if it has no text."""
+    """The text of a library's error on one line of at most MAX_ERROR characters. If there is none, the error's type."""
     return printable(" ".join(str(error).split()))[:MAX_ERROR] or type(error).__name__
 
 
 def quoted(value: object, clean: Callable[[str], str] = str) -> str:
     """A value as an error message shows it: on one line, in at most MAX_QUOTED characters.
 
-    clean: removes secrets. It is called before the text is shortened, which may cut a secret into two.
+    clean: removes secrets. It is called before the text is shortened, because half of a secret is not recognized.
     """
     try:
         text = clean(printable(repr(value)))
@@ -66,7 +66,7 @@ def quoted(value: object, clean: Callable[[str], str] = str) -> str:
 
 
 def shown(name: object) -> str:
-    """A name as an error message shows it: as it is, or `quoted` if it is long or would not stay on one line."""
+    """A name as an error message shows it. A name that is long or not printable is `quoted`."""
     text = str(name)
     return text if text == printable(text) and len(text) <= MAX_QUOTED else quoted(text)
 

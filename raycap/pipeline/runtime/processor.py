@@ -1,6 +1,6 @@
-"""The processor that computes: the device, threads and memory of a CPU, the precision of products, and the fastest one.
+"""How this process computes: on which device, with how many threads, how it keeps memory, and in which precision.
 
-torch is imported only where it is used, because its import takes seconds.
+torch is imported only in functions, because its import takes seconds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 # Parameters of mallopt, from glibc's malloc.h, where their names begin with M_.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
-ROUNDS = 8  # of a measurement, after one that warms up
+ROUNDS = 8  # of a measurement, after one round that warms up
 
 
 def computes_on_cpus() -> bool:
     """Whether processes compute on the CPU although GPUs are assigned to them.
 
-    The environment variable RAYCAP_DEVICE=cpu asks for it, so that placement on GPUs can be tested on nodes without any
-    (`ray start --num-gpus=4`).
+    The environment variable RAYCAP_DEVICE=cpu asks for it, so that placement on GPUs can be tested on nodes that have
+    none (`ray start --num-gpus=4`).
     """
     return os.environ.get("RAYCAP_DEVICE") == "cpu"
 
@@ -46,11 +46,11 @@ def device_for(gpus: float) -> torch.device:
 
 
 def prepare_processor(threads: int | None = None) -> None:
-    """Sets the number of torch's threads (None: torch's default) and keeps freed memory in the process.
+    """Sets the number of torch's threads (None for torch's default), and lets the process keep freed memory.
 
-    Every step allocates the same large tensors again. By default glibc returns each tensor to the system, which then
-    zeroes new pages. That took a fifth of a beam search and a tenth of a training step. In return, a process keeps its
-    peak memory until it ends. Without glibc the memory settings have no effect.
+    Every step allocates large tensors of the same sizes again. By default glibc returns each freed tensor to the
+    system, which then has to zero new pages. That took a fifth of a beam search and a tenth of a training step. The
+    price is that a process keeps its peak memory until it ends. Without glibc the memory settings have no effect.
     """
     import torch
 
@@ -66,17 +66,17 @@ def prepare_processor(threads: int | None = None) -> None:
 def computing_thread(threads: int) -> ThreadPoolExecutor:
     """An executor with one thread for all computing of a process, including weight initialization and loading.
 
-    Ray calls an actor from changing threads, and each computing thread gets a permanent team of OpenMP threads. If a
-    process has more of these than cores, they sleep between operations instead of spinning, which took a third of the
-    time of a Swin backbone. Also, a thread older than `prepare_processor` has another malloc arena, which returns large
-    tensors to the system at once.
+    Ray calls an actor from changing threads, and each thread that computes gets a permanent team of OpenMP threads. If
+    a process has more of these than cores, they sleep between operations instead of spinning, which took a third of the
+    time of a Swin backbone. Also, a thread that existed before `prepare_processor` has a malloc arena of its own, which
+    returns large tensors to the system at once.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))
 
 
 def memory_mb(device: torch.device) -> float:
-    """MiB of memory: the resident set of the process on a CPU, the peak of allocated tensors on a GPU."""
+    """MiB of memory: on a CPU the resident set of the process, on a GPU the peak of its allocated tensors."""
     if device.type == "cuda":
         import torch
 
@@ -88,10 +88,10 @@ def memory_mb(device: torch.device) -> float:
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """In a `with` block, products of float32 numbers on a GPU use all their bits, or with "tf32" TensorFloat-32.
+    """Within the context, products of float32 numbers on a GPU use all their bits, or with "tf32" TensorFloat-32.
 
-    TensorFloat-32 rounds factors to 10 bits after the point (GPUs since Ampere). Without this block, torch uses it for
-    convolutions and not for matrices. On other processors nothing changes.
+    TensorFloat-32 rounds factors to 10 bits after the point (GPUs since Ampere). By default torch uses it for
+    convolutions but not for matrices. On other processors nothing changes.
     """
     import torch
 
@@ -109,7 +109,7 @@ def float32_products(precision: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PrecisionTimes:
-    """The seconds per image of one computation in both precisions, on a device with this name."""
+    """The seconds per image that one computation takes in both precisions. device: its name."""
 
     device: str
     float32: float
@@ -126,10 +126,10 @@ class PrecisionTimes:
 
 
 def measure_precisions(compute: Callable[[], object], device: torch.device, num_images: int = 1) -> PrecisionTimes:
-    """Times `compute` in float32 and under autocast to bfloat16, in turn, in this process; the fastest run counts.
+    """Times `compute` in float32 and under autocast to bfloat16, in turn. The fastest run of each counts.
 
     Only a measurement shows what is faster, because a processor that supports bfloat16 may still be slower with it.
-    num_images: the images of one computation.
+    num_images: the number of images in one computation.
     """
     import torch
 

@@ -1,9 +1,10 @@
 """Recognizes secrets and removes them from text.
 
-Messages, log lines and stored texts pass through `without_secrets`. It removes the values of environment variables
-whose names say that they are secret, of the variables and addresses of the configuration that the process has read
-(a library may quote them in an error), users and passwords of any address, private keys, and options such as
-`?token=...`.
+Messages, log lines and stored texts pass through `without_secrets`. It removes
+
+- the values of environment variables whose names say that they are secret;
+- the variables and passwords of the configurations that this process has read, because a library may quote them;
+- the user and password of any address, private keys, and options such as `?token=...`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _SECRET_NAME = re.compile(
     r"|(?:^|[_-])(?:pass|pwd|pw|pat|sig|jwt|cookie|webhook|dsn)(?![a-z])",
     re.IGNORECASE,
 )
-# In a text, a password ends at a blank or a quote, and digits before a slash are a port.
+# A password in a text ends at a blank or a quote. Digits before a slash are a port.
 _USERINFO = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
 _PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 
-_masks: dict[str, str] = {}  # what must not be shown, and what is shown in its place
+_masks: dict[str, str] = {}  # for each text that must not be shown, what is shown in its place
 
 
 def is_secret_name(name: str) -> bool:
@@ -44,7 +45,7 @@ def is_secret_option(name: str, value: str) -> bool:
 def holds_secret(text: str) -> bool:
     """Whether a text holds a user or password of an address, an option such as password=..., or a private key.
 
-    A user name whose password is a `${VARIABLE}` is no secret. A user name without a password may be a token.
+    A user name is no secret if its password is a `${VARIABLE}`. Without a password it may be a token, so it is one.
     """
     plain = REFERENCE.sub("", text)
     found = [split_userinfo(plain)[0], *(match[0][:-1] for match in _USERINFO.finditer(plain))]
@@ -57,7 +58,7 @@ def holds_secret(text: str) -> bool:
 
 
 def split_userinfo(address: str) -> tuple[str, str]:
-    """The user and password of an address, "" without them, and the address without them.
+    """Splits an address into its user and password, "" if it has none, and the rest.
 
     The password ends at the last @, as SQLAlchemy reads it. Digits before a slash are a port.
     """
@@ -82,7 +83,7 @@ def remember_variable(name: str, value: str) -> None:
 
 
 def forget_all() -> None:
-    """Forgets what was remembered, when another command begins in the same process."""
+    """Forgets what was remembered, because another command begins in the same process."""
     _masks.clear()
     _masks_of_environment.cache_clear()
 
@@ -109,7 +110,7 @@ def _masks_of_environment() -> dict[str, str]:
 
 
 def _forms(value: str, mask: str) -> dict[str, str]:
-    """{form: mask} of a value: as it is, as Python prints it, and as addresses quote it. Empty for a short value."""
+    """The mask by form of a value: as it is, as Python prints it, as addresses quote it. Empty for short values."""
     forms = (value, repr(value)[1:-1], quote(value, safe="")) if len(value) >= MIN_SECRET else ()
     return dict.fromkeys(forms, mask)
 

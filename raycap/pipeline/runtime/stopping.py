@@ -1,7 +1,7 @@
 """What Ctrl-C (SIGINT) and SIGTERM do to a command.
 
-The first signal raises KeyboardInterrupt in the main thread, where a command may clean up. In a `saving_first` block
-the work is first asked to save its state, and the exception follows when the block ends, or after SAVE_LIMIT_S. A
+The first signal raises KeyboardInterrupt in the main thread, so that a command can clean up. Within `saving_first`, the
+work is first asked to save its state. The exception follows at the end of the context, or after SAVE_LIMIT_S seconds. A
 second signal ends the process at once.
 """
 
@@ -20,8 +20,8 @@ from typing import TypeVar
 STOPPED = "raycap: stopped; run the same command again to continue"
 SAVE_LIMIT_S = 30
 SAVING = "raycap: saving before it stops; a second Ctrl-C ends it at once"
-# A process group and a wrapper may both pass the same signal on, within milliseconds; within this time it counts once.
-# A person who presses Ctrl-C twice takes longer.
+# Signals within this time count as one, because a process group and a wrapper may both pass the same signal on. A
+# person who presses Ctrl-C twice takes longer.
 REPEAT_S = 0.15
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class _Received:
-    """The first signal that the process got, and what a `saving_first` block wants called for it."""
+    """The first signal that the process got, and the function that `saving_first` wants called for it."""
 
     number: int | None = None
     time_s = 0.0
@@ -53,10 +53,10 @@ def exit_code() -> int:
 
 @contextmanager
 def saving_first(ask: Callable[[], None]) -> Iterator[None]:
-    """In this block the first signal calls `ask`, which must return at once, and lets the block continue.
+    """Within the context the first signal calls `ask`, which must return at once, and does not interrupt the work.
 
-    The work of the block should then save its state and end. KeyboardInterrupt is raised after the block, whatever its
-    outcome, or in the block after SAVE_LIMIT_S. Outside the main thread this does nothing.
+    The work should then save its state and end. KeyboardInterrupt is raised at the end of the context, also after an
+    error, or SAVE_LIMIT_S seconds after the signal. Outside the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,9 +73,9 @@ def saving_first(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def restoring_handlers() -> Iterator[None]:
-    """Installs the handlers again after the block, in which Ray replaces them, also in its native code.
+    """Installs the handlers again at the end of the context, within which Ray replaces them, also in native code.
 
-    Ray's handler turns SIGTERM into SystemExit, which is treated as a stop here.
+    Ray's handler turns SIGTERM into SystemExit, which then becomes KeyboardInterrupt.
     """
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -92,9 +92,10 @@ def restoring_handlers() -> Iterator[None]:
 
 
 def call_in_thread(function: Callable[[], Result]) -> Result:
-    """The result of a function that would install handlers of its own, as Ray Train does in the main thread only.
+    """The result of a function that runs in another thread, so that it installs no signal handlers, as Ray Train would.
 
-    The main thread waits and handles signals. After an exception there, the function continues until the process ends.
+    The main thread waits and handles signals. If that raises an exception, the function continues in the background
+    until the process ends.
     """
     future, context = Future[Result](), contextvars.copy_context()
 
@@ -123,5 +124,5 @@ def _stop(number: int, _: object) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """The handler of the alarm after SAVE_LIMIT_S. While the main thread waits in Ray, other exceptions are ignored."""
+    """The handler of the alarm after SAVE_LIMIT_S. Ray, in which the main thread may wait, ignores other exceptions."""
     raise KeyboardInterrupt

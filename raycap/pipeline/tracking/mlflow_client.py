@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10  # the timeout of a request; each request is repeated once
+CALL_TIMEOUT_S = 10  # the timeout of a request, which is repeated once
 SERVER_REMEDY = "set tracking.uri to a server; `raycap sync CONFIG` then also sends it the runs in the storage"
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 
@@ -51,7 +51,10 @@ def reason_of(error: Exception) -> str:
 
 
 def tracking_client(config: RunConfig) -> MlflowClient:
-    """An MLflow client for the configured tracker. It creates a missing SQLite file, and does not connect otherwise."""
+    """An MLflow client for the configured tracker. If its SQLite file is missing, it is created.
+
+    The client connects to a server when it is first used.
+    """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(CALL_TIMEOUT_S))
@@ -63,7 +66,7 @@ def tracking_client(config: RunConfig) -> MlflowClient:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then reads and writes this storage itself
+    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uses this storage itself
         options = config.storage.options
         if options.endpoint_url is not None:
             os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
@@ -75,7 +78,7 @@ def tracking_client(config: RunConfig) -> MlflowClient:
 def _create_database(file: Path) -> None:
     """Creates MLflow's SQLite file whole or not at all.
 
-    MLflow creates it by dozens of migrations, and after a kill between two of them no later process could use it.
+    MLflow creates it by dozens of migrations. If it were killed between two of them, no later process could use it.
     """
     from mlflow import MlflowClient
 
@@ -94,11 +97,11 @@ def experiment_of(client: MlflowClient, config: RunConfig) -> str:
 
 
 def artifact_location(config: RunConfig) -> str | None:
-    """The folder for a new experiment's files; None: MLflow's default for a server or a store of plain files.
+    """The folder for a new experiment's files. None for MLflow's default, if the tracker is a server or a folder.
 
-    For a database that is opened without a server MLflow's default is `./mlruns` in the current directory. A SQLite
-    file gets a folder beside it instead (`mlflow` for mlflow.db), another database one in the run's storage, which
-    may be on S3.
+    For a database that is opened without a server, MLflow's default is `./mlruns` in the current directory. A SQLite
+    file gets a folder beside it instead (`mlflow` for mlflow.db). Another database gets a folder in the run's storage,
+    which may be on S3.
     """
     if (file := _sqlite_file(config)) is not None:
         return file.with_name(file.stem if file.suffix else f"{file.name}-artifacts").as_uri()
@@ -114,7 +117,7 @@ def _is_database(config: RunConfig) -> bool:
 
 
 def _sqlite_file(config: RunConfig) -> Path | None:
-    """The file of a tracker that is a SQLite database; None for other trackers."""
+    """The file of a tracker that is a SQLite database. None for other trackers."""
     scheme, _, path = tracking_uri(config).partition(":///")
     file = path.partition("?")[0]
     return Path(file).absolute() if scheme.startswith("sqlite") and file not in ("", ":memory:") else None
@@ -125,8 +128,8 @@ def get_or_create_run(
 ) -> str:
     """The id of the run whose tags include `match`, or else of a new run with these and `tags`.
 
-    A run can exist although its id was not stored: the answer to its creation was lost, or the process was killed.
-    `start_time` is in milliseconds.
+    A run may exist although its id was not stored, because the answer to its creation was lost or the process was
+    killed. start_time: in milliseconds.
     """
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in match.items())
     runs = client.search_runs([experiment], query)
@@ -144,7 +147,7 @@ def log_params(client: MlflowClient, run_id: str, values: Values) -> None:
 
 
 def flatten(values: Values, prefix: str = "") -> Values:
-    """Nested values under dotted keys. In a list of mappings, each item's `name` is its key."""
+    """Nested values by dotted keys. In a list of mappings, an item's key is its `name`."""
     flat: Values = {}
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

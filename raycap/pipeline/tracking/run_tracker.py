@@ -1,13 +1,13 @@
 """The tracker of a run: sends its journal and model to MLflow, and ends it as FINISHED, FAILED or KILLED.
 
 The run is a parent in MLflow, and each stage is a child with the metrics of the run's journal. `sync` sends what was
-not sent before and stores what was sent in log/tracked.json, so it may be called any number of times: regularly during
-training (`Tracker`), and at the end. A metric that is sent twice, because the first answer was lost, has the same time
-and value and counts once.
+not sent before, and notes in log/tracked.json what was sent. It is called regularly during training (`Tracker`), and at
+the end. If the answer to a request is lost, a metric is sent twice. It then has the same time and value, and MLflow
+counts it once.
 
-A tracker that is down or slow does not affect training. It delays the end of a run by at most a few minutes: requests
-have a timeout, the first failed request ends an attempt, and so does END_S. Only the upload of the model may take
-longer. `raycap sync`, or starting the same run again, sends what the tracker has not received.
+A tracker that is down or slow does not affect training. It delays the end of a run by at most a few minutes, because
+requests have a timeout, and because an attempt ends at its first failed request or after END_S seconds. Only the upload
+of the model may take longer. `raycap sync`, or starting the same run again, sends what the tracker has not received.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 30  # The end of a run waits this long for the background thread. HTTP requests end earlier (CALL_TIMEOUT_S).
-END_S = 60.0  # at the end of a run, no request starts later than this (twice for `Tracker.finish`)
-LONGEST_PAUSE_S = 60.0  # the longest time between two attempts to reach a tracker that is down
+JOIN_S = 30  # the seconds for which the end of a run waits for the background thread, longer than a request may take
+END_S = 60.0  # the seconds after which no request begins at the end of a run (twice as many for `Tracker.finish`)
+LONGEST_PAUSE_S = 60.0  # seconds between two attempts to reach a tracker that is down for long
 METRICS_PER_REQUEST = 500  # the server accepts 1000
 SENT_FILE = "log/tracked.json"
 SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
@@ -78,9 +78,9 @@ class Tracker:
             self._thread.start()
 
     def close(self, status: str | None) -> bool:
-        """Sends the rest and ends the runs with `status` (FAILED or KILLED; None: leaves them RUNNING).
+        """Sends the rest and ends the runs with `status`, FAILED or KILLED. With None they remain RUNNING.
 
-        False when the tracker does not accept everything.
+        Returns False if the tracker does not accept everything.
         """
         if not self.folder.config.tracking.enabled:
             return True
@@ -92,9 +92,9 @@ class Tracker:
         return False
 
     def finish(self, scores: dict[str, float], bundle: Path) -> str | None:
-        """Sends everything, with scores, report and model; returns the registered name/version.
+        """Sends everything, with scores, report and model. Returns the registered name/version.
 
-        None when tracking is off or the tracker does not accept everything; `finish` may then be called again.
+        Returns None if tracking is off or the tracker does not accept everything. It may then be called again.
         """
         if not self.folder.config.tracking.enabled:
             return None
@@ -110,11 +110,11 @@ class Tracker:
 
     @property
     def remedy(self) -> str:
-        """The command that sends the rest. It finds a run on S3 by its configuration."""
+        """The command that sends the rest. It names a run on S3 by its configuration."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
 
     def _join(self) -> None:
-        """Ends the background thread. TimeoutError if it still sends after JOIN_S, or hangs, as a database may."""
+        """Ends the background thread. Raises TimeoutError if it still runs after JOIN_S, because a database hangs."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
@@ -136,7 +136,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Suppresses every error of the tracker, which must not stop training. Logs the first error of a series."""
+        """Within the context, errors of the tracker are suppressed. The first error of a series is logged."""
         address = public_uri(self.folder.config)
         try:
             yield
@@ -170,11 +170,12 @@ def _timed_client(config: RunConfig) -> MlflowClient:
 
 
 class SentRecord:
-    """The record of what a tracker has received of a run. log/tracked.json stores one record per tracker address.
+    """The record of what a tracker has received of a run. log/tracked.json has one record for each tracker's address.
 
-    Values: "parent" is the run id in MLflow, "stages" has those of the stages. "sent" is the last step that was sent,
-    by STAGE/KIND of the journal's entries. "status" is the last status by run id. "described" is true when the parent
-    has its parameters. "ending" is the status with which the run ended, for a later `raycap sync`; None while it runs.
+    Its values: "parent" is the run's id in MLflow, and "stages" has the ids of the stages. "sent" has the last step
+    that was sent for each STAGE/KIND of the journal's entries. "status" has the last status of each id. "described" is
+    true when the parent has its parameters. "ending" is the status with which the run has ended, which a later
+    `raycap sync` sends. It is None while the run continues.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -183,7 +184,7 @@ class SentRecord:
         empty: Values = {"parent": None, "stages": {}, "sent": {}}
         self.values: Values = self._by_address.get(self._address, empty)
         if self._address not in self._by_address:
-            self.save()  # `raycap sync` finds the address here even when nothing was ever sent
+            self.save()  # so that `raycap sync` finds the address even if nothing was sent
 
     def save(self) -> None:
         write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
@@ -199,7 +200,8 @@ class SentRecord:
 def stored_records(folder: RunFolder) -> Values:
     """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
 
-    For a damaged file it is empty, with a warning. Everything is then sent again, to the same runs in MLflow.
+    If the file is damaged, a warning is logged and there are no records. Everything is then sent again to the same runs
+    in MLflow.
     """
     path = folder.path / SENT_FILE
     if not path.is_file():
@@ -216,8 +218,8 @@ def stored_records(folder: RunFolder) -> Values:
 def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) -> None:
     """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
 
-    Without `status` the parent is RUNNING, also after a failed attempt; with it the parent and all unfinished stages
-    end with that status.
+    If `status` is given, the parent and all unfinished stages end with it. Otherwise the parent is RUNNING, also if an
+    earlier attempt has failed.
     """
     record = SentRecord(folder)
     values = record.values
@@ -250,7 +252,7 @@ def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClien
     from mlflow.entities import Metric, RunTag
 
     parent, entries = SentRecord(folder).values["parent"], read_journal(folder.journal)
-    # a repeated call uses the same time, the last one in the journal, so that no metric gets a second value
+    # the last time in the journal, so that a repeated call gives no metric a second value
     time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
     splits = read_json(folder.path / "scores.json")["splits"]
     first_split = next(iter(splits.values()))
@@ -270,7 +272,7 @@ def tag_run(folder: RunFolder, client: MlflowClient, name: str, value: str) -> N
 
 
 def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: Entry, parent: str) -> str:
-    """The id of MLflow's run for the stage of a journal entry, which is created with the stage's parameters."""
+    """The id of MLflow's run for the stage of a journal entry. If there is none, it is created with its parameters."""
     section = folder.config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
     if section.objective == "scst":
@@ -284,7 +286,10 @@ def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: E
 
 
 def _set_status(client: MlflowClient, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
-    """Sets a status once, because ending a run again would move its end time (`end` in seconds; None: now)."""
+    """Sets a status, but only once, because ending a run again would move its end time.
+
+    end: the end time in seconds; None for now.
+    """
     statuses = record.values.setdefault("status", {})
     if statuses.get(run_id) == status:
         return
@@ -330,9 +335,9 @@ def _send_entries(client: MlflowClient, record: SentRecord, stage: str, entries:
 
 
 def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], client: MlflowClient) -> str:
-    """Logs the bundle as a pyfunc model of the parent run and registers it with its scores; returns name/version.
+    """Logs the bundle as a pyfunc model of the parent run and registers it with its scores. Returns name/version.
 
-    A version that this run registered before is returned unchanged.
+    If this run has registered a version before, this version is returned.
     """
     config, parent = folder.config, SentRecord(folder).values["parent"]
     registered = client.search_model_versions(f"run_id = '{parent}'")
@@ -340,12 +345,11 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
         return f"{registered[0].name}/{registered[0].version}"
     import mlflow
 
-    name = config.tracking.registered_name or config.name
     tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
     packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
     search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
-    # MLflow reports success on stderr and warns about the input example, which a bundle does not need.
+    # MLflow reports success on stderr, and warns that there is no input example.
     with (
         contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(action="ignore"),
@@ -359,17 +363,20 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
             # package indexes name versions without a build's suffix (+cpu)
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
-            input_example=_example(),
-            model_config=search | {"uri_roots": []},  # MLflow lets a server change the settings that are named here
+            model_config=search,  # MLflow lets a server change the settings that are named here
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
-        version = mlflow.register_model(logged.model_uri, name, tags=tags)
-    return f"{name}/{version.version}"
+        version = mlflow.register_model(logged.model_uri, config.name, tags=tags)
+    return f"{config.name}/{version.version}"
 
 
 @contextlib.contextmanager
 def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
-    """Makes a run MLflow's current run. Afterwards the environment has no address, which may contain a password."""
+    """Within the context, a run is MLflow's current run.
+
+    Afterwards the environment variable with the tracker's address is as before, because the address may contain a
+    password.
+    """
     import mlflow
 
     before = os.environ.get("MLFLOW_TRACKING_URI")
@@ -382,21 +389,8 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
 
 
 def _signature() -> Any:
-    """The served model's input, an image's bytes or URI, and its output, a caption with its values."""
+    """The served model's input: the bytes of an image file."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
-    inputs: list[Any] = [ColSpec("binary", "image", required=False), ColSpec("string", "uri", required=False)]
-    outputs: list[Any] = [ColSpec("string", "caption"), ColSpec("double", "log_prob")]
-    outputs += [ColSpec("double", name, required=False) for name in ("confidence", "expected_ciderd")]
-    return ModelSignature(Schema(inputs), Schema(outputs))
-
-
-def _example() -> Any:
-    """The bytes of a small PNG file in the column `image`."""
-    import pandas
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.linear_gradient("L").resize((32, 32)).save(file, "PNG")
-    return pandas.DataFrame({"image": [file.getvalue()]})
+    return ModelSignature(Schema([ColSpec("binary", "image")]))

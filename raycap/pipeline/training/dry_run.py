@@ -26,21 +26,15 @@ from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
 NUM_STEPS = 2  # on a GPU, where the second step has the optimizer's moments in memory
-MAX_MEMORY_SHARE = 0.9  # of a GPU, with all activations kept; validations need some of the rest
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of a stage's dry run.
-
-    checkpointing: True if the step had to compute the backbone's activations again. error: the message of the error
-    that training would raise, or None.
-    """
+    """The result of a stage's dry run. error: the message of the error that training would raise, or None."""
 
     stage: str
     seconds: float
     memory_mb: float  # MiB of resident memory on the CPU, or of peak memory on a GPU
-    checkpointing: bool = False
     error: str | None = None
 
 
@@ -50,38 +44,22 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     For SCST it also checks the reward of ground-truth captions.
     """
     folder = folder.on_worker()
-    workers, setting = folder.config.workers, folder.config.backbone.gradient_checkpointing
+    workers = folder.config.workers
     prepare_processor(workers.threads_per_worker)
     device = device_for(workers.gpus_per_worker)
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
-        checkpointing = stage.train_backbone and setting is True
         try:
-            if stage.train_backbone and setting == "auto":
-                checkpointing = not _fits(folder, stage, device)
-            else:
-                _one_step(folder, stage, device, checkpointing)
+            _one_step(folder, stage, device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = one_line(raised)
-        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), checkpointing, error)
+            if not isinstance(raised, ValueError):
+                error += f"; raise stages.{stage.name}.gradient_accumulation_steps"
+                error += ", or set backbone.gradient_checkpointing to true" if stage.train_backbone else ""
+        yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error)
 
 
-def _fits(folder: RunFolder, stage: StageSection, device: torch.device) -> bool:
-    """True if a step with all activations kept leaves enough of a GPU's memory free. Else makes one without them."""
-    try:
-        _one_step(folder, stage, device, checkpointing=False)
-        if device.type != "cuda":
-            return True
-        share = MAX_MEMORY_SHARE * min(1.0, folder.config.workers.gpus_per_worker)  # others may use the rest of the GPU
-        if torch.cuda.max_memory_reserved(device) <= share * torch.cuda.mem_get_info(device)[1]:
-            return True
-    except torch.OutOfMemoryError:
-        pass
-    _one_step(folder, stage, device, checkpointing=True)
-    return False
-
-
-def _one_step(folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool) -> None:
+def _one_step(folder: RunFolder, stage: StageSection, device: torch.device) -> None:
     """One step of a stage; on a GPU NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
@@ -89,7 +67,7 @@ def _one_step(folder: RunFolder, stage: StageSection, device: torch.device, chec
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     train = folder.training_images(stage)
-    captioner = stage_captioner(folder, stage, device, checkpointing).train()
+    captioner = stage_captioner(folder, stage, device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
     objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
@@ -113,7 +91,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
     """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
-    captions = CaptionTokens.of_images(folder, train)
+    captions = CaptionTokens.of(train, folder.vocabulary)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.

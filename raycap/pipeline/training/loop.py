@@ -43,12 +43,17 @@ from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, seed_of
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summed
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
+NO_CIDER = 5e-5  # CIDEr-D that is printed as 0.0000
+CANNOT_CLIMB = (
+    "SCST cannot climb: validation CIDEr-D is 0.0000, and where every sampled caption has the reward 0, none is "
+    "preferred. Train cross entropy longer; if the score stays 0, `raycap check` the data"
+)
 REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation or search makes progress
 
 
@@ -110,14 +115,8 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
                 caption_split(context, folder, job.caption_split, job.store, job.excluded, output)
 
 
-def stage_captioner(
-    folder: RunFolder, stage: StageSection, device: torch.device, checkpointing: bool | None = None
-) -> Captioner:
-    """The captioner of a stage without a checkpoint: its initial weights, frozen ones, dropout, drop path, precision.
-
-    checkpointing: of the backbone's activations; None for what is configured, or what the dry run has decided. Without
-    a decision, a GPU computes activations again and a CPU keeps them.
-    """
+def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
+    """The captioner of a stage that begins, with its weights, frozen parts, dropout, drop path and precision."""
     config = folder.config
     model = build_model(config.model, folder.metadata.sizes)
     set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
@@ -125,10 +124,6 @@ def stage_captioner(
     backbone = None
     if stage.train_backbone:
         backbone = Backbone(config.backbone, with_weights=False)
-        if checkpointing is None:
-            setting = config.backbone.gradient_checkpointing
-            checkpointing = device.type == "cuda" if setting == "auto" else setting
-        backbone.set_gradient_checkpointing(checkpointing)
         if stage.drop_path is not None:
             set_drop_path(backbone, stage.drop_path)
         load_weights(backbone, folder.weights_before(stage, "backbone"))
@@ -197,7 +192,7 @@ class StageRun:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
-        captions = CaptionTokens.of_images(folder, train)
+        captions = CaptionTokens.of(train, folder.vocabulary)
         rank, world_size = context.world_rank, context.world_size
         self.computer = feature_computer(folder, stage, context.device)
         computes = self.computer is not None
@@ -207,9 +202,9 @@ class StageRun:
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
         self.validation = model_inputs(config, validation, store)
-        references = References.of(validation, self.vocabulary.tokenizer)
-        language = config.data.language
+        references, language = validation.texts_by_image(self.vocabulary.tokenizer), config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
+        self.validation_rows = {image: row for row, image in enumerate(validation.column("image_id"))}
         self.total = total_steps(stage, self.batches.num_samples)
         self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
@@ -233,6 +228,8 @@ class StageRun:
         stop = progress.step if progress.ended_early else self.total
         if self.reward is not None and progress.step < stop:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
+            if 0 <= self._initial_score() < NO_CIDER:
+                output.log("notice", progress.step, {"text": CANNOT_CLIMB})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
@@ -357,7 +354,8 @@ class StageRun:
         if self.folder.config.evaluation.collapse_repeats:
             rows = [torch.unique_consecutive(row) for row in rows]
         tokens = pad_sequence(rows, batch_first=True, padding_value=self.vocabulary.pad)
-        return float(self.validation_reward(tokens, self.validation_reward.indices_of(list(best))).mean())
+        images = torch.tensor([self.validation_rows[image] for image in best])
+        return float(self.validation_reward(tokens, images).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
         """Lowers the rate on a plateau, and ends the stage when it stops improving or SCST makes captions worse.

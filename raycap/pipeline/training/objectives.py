@@ -41,7 +41,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
 
 DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
@@ -82,16 +82,16 @@ def make_objective(
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
     section, device = stage.sampling, next(captioner.parameters()).device
-    references = References.of(train, vocabulary.tokenizer)
     cider_d = CiderDReward(
-        references,
+        train.texts_by_image(vocabulary.tokenizer),
         vocabulary,
         eos=section.eos_in_reward,
         caption_documents=section.document_frequency == "captions",
         device=device,
         language=language,
     )
-    reward = WeightedReward(section.reward, cider_d, References.of(train), vocabulary, language)
+    captions = train.table["captions"].combine_chunks()  # looking up a row of many chunks takes longer
+    reward = WeightedReward(section.reward, cider_d, lambda row: captions[row].as_py(), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
     words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
     return scst_objective(stage, reward, device, vocabulary.pad, words, reference), reward

@@ -1,22 +1,18 @@
-"""Metrics of the steps between two journal entries: means over steps and ranks, speed, waiting for data, machine load.
+"""Metrics of the steps between two journal entries: means over steps and ranks, speed, and waiting for data.
 
-They stay on the device until an entry is written, so that a step does not wait for a GPU. The load of the machine has
-the names of MLflow's system metrics.
+They stay on the device until an entry is written, so that a step does not wait for a GPU.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from raycap.pipeline.runtime.context import Context, sum_over_ranks
 from raycap.pipeline.runtime.processor import memory_mb
-
-MEGABYTE = 1e6
 
 
 def summed(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -63,7 +59,6 @@ class StepMetrics:
             "images_per_s": batch_size * self.steps / elapsed,
             "data_wait": total_wait_s / self.context.world_size / elapsed,
             "memory_mb": memory_mb(device),
-            **system_metrics(device),
         }
 
 
@@ -100,37 +95,3 @@ class FiniteCheck:
                     f"the {name} is {value} in stage {self.stage}, step {step}, rank {self.rank}; "
                     "the last good checkpoint stays: lower lr or add max_grad_norm"
                 )
-
-
-def system_metrics(device: torch.device) -> dict[str, float]:
-    """The load of this machine, as {"system/<name>": value}.
-
-    CPU load counts since the last call. GPUs are included if `device` is one.
-    """
-    import psutil
-
-    memory, disk = psutil.virtual_memory(), psutil.disk_usage("/")
-    metrics = {
-        "cpu_utilization_percentage": psutil.cpu_percent(),
-        "system_memory_usage_megabytes": memory.used / MEGABYTE,
-        "system_memory_usage_percentage": memory.percent,
-        "disk_usage_percentage": disk.percent,
-        "disk_available_megabytes": disk.free / MEGABYTE,
-    }
-    if device.type == "cuda":
-        metrics |= _gpu_metrics(device)
-    return {f"system/{name}": round(float(value), 1) for name, value in metrics.items()}
-
-
-def _gpu_metrics(device: torch.device) -> dict[str, float]:
-    """Memory (of all processes) and utilization of every visible GPU, from NVML. Without NVML, memory of `device`."""
-    metrics: dict[str, float] = {}
-    try:
-        for index in range(torch.cuda.device_count()):
-            metrics[f"gpu_{index}_memory_usage_megabytes"] = torch.cuda.device_memory_used(index) / MEGABYTE
-            with suppress(Exception):  # not every GPU reports it, for example not a partition (MIG)
-                metrics[f"gpu_{index}_utilization_percentage"] = torch.cuda.utilization(index)
-    except Exception:  # NVML and a missing nvidia-ml-py raise various types
-        free, total = torch.cuda.mem_get_info(device)
-        metrics[f"gpu_{device.index or 0}_memory_usage_megabytes"] = (total - free) / MEGABYTE
-    return metrics

@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def text(name: str, content: str | bytes) -> Craft:
 
 def transform(key: str, value: Any) -> Craft:
     """Sets a key of preprocessing.json."""
-    return text("preprocessing.json", json.dumps(ImageTransform(32).describe() | {key: value}))
+    return text("preprocessing.json", json.dumps(asdict(ImageTransform(32)) | {key: value}))
 
 
 def both(*crafts: Craft) -> Craft:
@@ -176,7 +177,7 @@ CASES: dict[str, tuple[Craft, str]] = {
     "masks": (
         both(
             setting("backbone.window_size", 200), setting("backbone.image_size", 1600), tensors(enlarge_windows),
-            text("preprocessing.json", json.dumps(ImageTransform(1600).describe())),
+            text("preprocessing.json", json.dumps(asdict(ImageTransform(1600)))),
         ),
         "bytes of masks and tables",
     ),
@@ -196,10 +197,11 @@ CASES: dict[str, tuple[Craft, str]] = {
     "half a character": (text("vocabulary.json", '{"words": ["\\ud800"]}'), "vocabulary.json cannot be read"),
     "a large vocabulary": (text("vocabulary.json", " " * (16 * 2**20 + 1)), "larger than 16777216 bytes"),
     **{
-        f"a transform of {key} {value}": (transform(key, value), "transform|interpolation|must|expected 3")
-        for key, value in {
-            "resize": [10**9, 10**9], "std": [0.2, 0.0, 0.2], "more": 1,
-        }.items()
+        f"a transform of {key} {value}": (transform(key, value), words)
+        for key, value, words in (
+            ("resize_to", 10**9, "must be"), ("image_size", 33, "config.yaml says 32"), ("more", 1, "unknown key more"),
+            ("std", [0.2, 0.0, 0.2], "expected 3 numbers above 0"), ("interpolation", "x", "expected one of nearest"),
+        )
     },
     # files that are none
     "a pipe of weights": (pipe("model.safetensors"), "lacks model.safetensors"),

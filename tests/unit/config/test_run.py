@@ -159,7 +159,7 @@ def test_keys_at_their_defaults_are_the_same_run() -> None:
         "stages.xe_finetune.freeze=[]",
         *(f"stages.xe_finetune.optimizer.{each}" for each in ("layer_decay=1", "decayed_weights=all")),
         "stages.xe_finetune.optimizer.backbone_lr_factor=1.0",
-        *("backbone.patch_size=null", "backbone.prefix_tokens=drop", "backbone.pool=1", "backbone.transform=auto"),
+        *("backbone.patch_size=null", "backbone.pool=1", "backbone.transform=auto"),
     ]
     others = ["model.decoder=mask_token", "model.activation=gelu", "model.input_dropout=0.5"]
     others += ["backbone.pool=2", "backbone.transform=squash", "model.encoder_clusters=none"]

@@ -58,7 +58,7 @@ def test_the_values_are_used_and_the_references_stored(path: Path) -> None:
     assert "marked" not in text
     stored = yaml.safe_load(text)
     assert stored["storage"]["uri"] == "${T_STORE}/results" and stored["data"]["val_split"] == "${T_SPLIT}"
-    assert stored["tracking"] == {"enabled": True, "experiment": "a ${T_EXPERIMENT}", "registered_name": None}
+    assert stored["tracking"] == {"enabled": True, "experiment": "a ${T_EXPERIMENT}"}
     assert stored["seed"] == 7, "a number is no secret, and a run's record needs it"
     expect(parse_stored_config(yaml.safe_load(text)))
     assert dump_config(parse_stored_config(yaml.safe_load(text))) == text

@@ -72,7 +72,7 @@ def test_decoded_views_are_the_augmented_images(run: Any, monkeypatch: pytest.Mo
 def batches_of(folder: Any, images: Images, *, rank: int = 0, world_size: int = 1) -> Batches:
     section = StageSection(name="s", objective="cross_entropy", epochs=1, batch_size=8, captions_per_image=2, lr=1)
     train = folder.dataset.split("train")
-    captions = CaptionTokens(folder.tokens(), train.rows, folder.vocabulary.pad)
+    captions = CaptionTokens.of(train, folder.vocabulary)
     return Batches(images, captions, section, seed=5, rank=rank, world_size=world_size)
 
 

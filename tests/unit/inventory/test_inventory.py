@@ -59,7 +59,7 @@ def kept(storage: FakeStorage) -> list[str]:
 
 
 def names(removals: list[Removal]) -> dict[str, str]:
-    return {removal.name: removal.kind for removal in removals}
+    return {removal.content.path: removal.kind for removal in removals}
 
 
 def remove_all(storage: FakeStorage) -> None:
@@ -80,12 +80,12 @@ def test_everything_is_listed_and_nothing_written(storage: FakeStorage, wait: Wa
     wait(2 / 24)
     found = read_contents(storage.place)
     assert storage.names() == before
-    keys = ("created", "at", "val", "test", "trial")
+    keys = ("created", "at", "val", "test")
     assert {run.name: (run.state, *(run.facts[key] for key in keys)) for run in found["runs"]} == {
-        "demo-1": ("complete", "2026-01-02T03:04", "", 1.25, 1.5, ""),
-        "demo-2": ("interrupted", "2026-01-02T03:04", "scst", 0.5, None, ""),
-        "demo-3": ("interrupted", "2026-01-02T03:04", "evaluation", 1.5, None, ""),
-        "demo-trial": ("interrupted", "2026-01-02T03:04", "xe", None, None, "trial"),
+        "demo-1": ("complete", "2026-01-02T03:04", "", 1.25, 1.5),
+        "demo-2": ("interrupted", "2026-01-02T03:04", "scst", 0.5, None),
+        "demo-3": ("interrupted", "2026-01-02T03:04", "evaluation", 1.5, None),
+        "demo-trial": ("interrupted", "2026-01-02T03:04", "xe", None, None),
     }
     (search,), (champion,), (store,) = found["searches"], found["retrain"], found["features"]
     assert (search.name, search.facts, search.state) == ("s-1", {"trials": "1/2"}, "")
@@ -146,7 +146,6 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
     wait(20)
     found = names(plan(storage))
     assert found == {
-        "runs/demo-1/stages/scst/step-6": "checkpoint",
         "features/f3": "features",
         "features/f4": "features",
         "runs/demo-old": "run",
@@ -176,7 +175,7 @@ def test_what_is_not_known_is_kept(local: FakeStorage, wait: Wait, damage: str) 
     wait(40)
     found = plan(local)
     assert kept(local) and ("runs/demo-1" in names(found)) is (damage == "no digests")
-    assert ("features/f1" in names(found)) is (damage != "no digests")
+    assert "features/f1" not in names(found)
 
 
 def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,17 +191,17 @@ def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytes
         raise Killed
 
     found = plan(storage)
-    assert len(found) == 3
+    assert len(found) == 2
     with monkeypatch.context() as patch:
         patch.setattr("raycap.jobs.runs.shutil.rmtree", die)
         for removal in found:
             with pytest.raises(Killed):
                 remove(storage.place, removal)
-            assert not (storage.place.path / removal.name).exists()
+            assert not (storage.place.path / removal.content.path).exists()
     found = read_contents(storage.place)
     assert [run.name for run in found["runs"]] == ["demo-1"] and not found["features"]
     again = plan(storage)
-    assert len(again) == 3 and {removal.kind for removal in again} == {"leftover", "checkpoint"}
+    assert len(again) == 2 and {removal.kind for removal in again} == {"leftover"}
     remove_all(storage)
     assert not plan(storage) and not list(tmp_path.rglob("*.tmp"))
 
@@ -212,10 +211,10 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
 ) -> None:
     """What remains is an unfinished run, or a store without the rows of missing shards; the next removal ends it."""
     delete = StoragePath.delete
-    for kind, counts in (("run", (1, 5)), ("features", (2, 5)), ("checkpoint", (1,))):
+    for kind, counts in (("run", (1, 5)), ("features", (2, 5))):
         for count in counts:
             storage = FakeStorage(StoragePath(f"s3://data/killed/{tmp_path.name}-{kind}-{count}", StorageOptions(s3)))
-            storage.run("demo-1", step=kind == "checkpoint")
+            storage.run("demo-1")
             if kind == "run":
                 storage.run("demo-2", 1, complete=False)
             if kind == "features":
@@ -233,21 +232,19 @@ def test_a_removal_on_s3_that_is_killed_at_each_request(
             with monkeypatch.context() as patch, pytest.raises(Killed):
                 patch.setattr(StoragePath, "delete", dying)
                 remove(storage.place, removal)
-            remaining = {name for name in storage.names() if name.startswith(f"{removal.name}/")}
+            remaining = {name for name in storage.names() if name.startswith(f"{removal.content.path}/")}
             if kind == "run":
                 assert run_of(storage, "demo-2").state in ("interrupted", "unprepared")
                 assert not any(name.endswith("DONE.json") for name in remaining), "the first to go"
-                if f"{removal.name}/run.json" in remaining:
-                    assert f"{removal.name}/init/model.safetensors" in remaining
+                if f"{removal.content.path}/run.json" in remaining:
+                    assert f"{removal.content.path}/init/model.safetensors" in remaining
             if kind == "features":
                 shards = {name.split("/")[-1].partition(".")[0] for name in remaining if "/shards/" in name}
                 manifests = {name.split("/")[-1].partition(".")[0] for name in remaining if "/manifest/" in name}
                 assert manifests <= shards and not any(name.endswith("/index.parquet") for name in remaining)
-            if kind == "checkpoint":
-                assert not any(name.endswith("progress.json") for name in remaining)
             if kind != "features" or any(name.endswith("/COMPLETE") for name in remaining):
                 remove_all(storage)
-                assert not any(name.startswith(f"{removal.name}/") for name in storage.names())
+                assert not any(name.startswith(f"{removal.content.path}/") for name in storage.names())
             wait(-40)
 
 

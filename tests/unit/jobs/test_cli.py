@@ -48,6 +48,7 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
         (["bench", "gpuu"], "Did you mean 'gpu'"),
         (["submit", "trian"], "'trian' cannot be submitted; one of caption"),
         (["submit", "run"], "Missing argument 'CONFIG|IMAGES'"),
+        (["runs"], "Example: raycap runs results"),
         (["run", str(ROOT / "raycap" / "configs")], "configs is a folder; give the path of a YAML file"),
     ):
         assert main(words) == 2

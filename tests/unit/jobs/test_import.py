@@ -17,9 +17,10 @@ from raycap.models.convert.tensor_files import read_tensors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
+from tests.support.golden import EXPANSIONNET as GOLDEN
+from tests.support.golden import EXPANSIONNET_SETTINGS, SWIN_SETTINGS
 
-ROOT = Path(__file__).resolve().parents[3]
-GOLDEN = ROOT / "tests" / "parity" / "golden" / "expansionnet_v2"
+SWIN, SETTINGS = GOLDEN / "swin_microsoft_format.pth", list(EXPANSIONNET_SETTINGS)
 
 
 def importing(tmp_path: Path, **options: Any) -> None:
@@ -27,7 +28,7 @@ def importing(tmp_path: Path, **options: Any) -> None:
         "checkpoint": GOLDEN / "checkpoint.pth",
         "tokens": GOLDEN / "tokens.pickle",
         "out": tmp_path / "out",
-        "overrides": ["model.static_expansion=[4,8,16]", "model.num_heads=4"],
+        "overrides": SETTINGS,
     }
     import_checkpoint("expansionnet_v2", **(values | options))
 
@@ -51,22 +52,20 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     words = ["EOS", "PAD", "SOS", "UNK", "a"]
     content = {"word2idx_dict": {w: i for i, w in enumerate(words)}, "idx2word_list": words}
     foreign.write_bytes(pickle.dumps(content | {"sos_str": "SOS", "eos_str": "EOS"}))
-    config = tmp_path / "config.yaml"
-    config.write_text("model: {num_heads: 4, static_expansion: [4, 8, 15]}\ndata: {root: nowhere}\n")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"overrides": []}, "model.static_expansion is missing: the checkpoint holds 28 expansion vectors"),
-        ({"overrides": [], "config": config}, r"\[4, 8, 15\] sums to 27"),
+        ({"overrides": ["model.static_expansion=[4,8,15]"]}, r"\[4, 8, 15\] sums to 27"),
         ({"tokens": foreign}, "the vocabulary has 5 words, the checkpoint predicts 60"),
         ({"checkpoint": GOLDEN / "tokens.pickle"}, "no PyTorch file"),
         ({"checkpoint": changed(tmp_path, vocab_linear__bias=None)}, "lacks 'vocab_linear.bias'"),
-        ({"backbone": GOLDEN / "swin_microsoft_format.pth"}, "features of width 32, the captioner takes 40"),
+        ({"backbone": SWIN, "overrides": [*SETTINGS, *SWIN_SETTINGS]}, "features of width 32, the captioner takes 40"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):
             importing(tmp_path, **options)
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match=r"--out .* cannot be written"):
-        importing(tmp_path, out=config / "model")
+        importing(tmp_path, out=foreign / "model")
     for content in (b"", b"no checkpoint", bytes(1000)):
         (tmp_path / "no.pth").write_bytes(content)
         with pytest.raises(UserError, match=r"no.pth is (refused|no readable checkpoint)") as refused:
@@ -82,8 +81,13 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
 def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end_to_end = read_tensors(GOLDEN / "end_to_end_checkpoint.pth")
     save_file({k: v for k, v in end_to_end.items() if not k.startswith("swin_transf.")}, tmp_path / "alone.safetensors")
-    importing(tmp_path, checkpoint=tmp_path / "alone.safetensors", backbone=GOLDEN / "swin_microsoft_format.pth")
-    importing(tmp_path, checkpoint=tmp_path / "alone.safetensors", out=tmp_path / "features")
+    alone = tmp_path / "alone.safetensors"
+    settings = [*SETTINGS, *SWIN_SETTINGS]
+    importing(tmp_path, checkpoint=alone, backbone=SWIN, overrides=settings)
+    importing(tmp_path, checkpoint=alone, out=tmp_path / "features")
+    other = [*settings, "backbone.depths=[2,2,4]"]
+    with pytest.raises(UserError, match=r"Swin checkpoint .* lacks 'layers\.2\.blocks\.2\."):
+        importing(tmp_path, checkpoint=alone, backbone=SWIN, overrides=other, out=tmp_path / "other")
     both = load_bundle(tmp_path / "out")
     assert both.captioner.backbone is not None and both.captioner.backbone.num_tokens == 9
     assert load_bundle(tmp_path / "features").captioner.backbone is None

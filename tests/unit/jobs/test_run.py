@@ -10,13 +10,11 @@ from typing import Any, cast
 import pytest
 
 from raycap.jobs.journal_printer import JournalPrinter
-from raycap.jobs.run import run_log, shares_text, stage_groups
-from raycap.pipeline.config.load import parse_config
+from raycap.jobs.run import run_log, stage_groups
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.s3 import StorageError
-from tests.conftest import small_config
 
 TRAIN = {"kind": "train", "total": 40, "loss": 2.5, "gradient_norm": 1.2, "lr": 1e-4, "images_per_s": 99.6}
 TRAIN |= {"data_wait": 0.034, "memory_mb": 512.4}
@@ -50,23 +48,6 @@ def test_a_frozen_stage_after_a_trained_backbone_begins_a_group(pattern: str, gr
     formed = stage_groups(stages(pattern))
     assert ["".join(stage.name[0] for stage in group) for group in formed] == groups
     assert [stage for group in formed for stage in group] == list(stages(pattern)), "each stage once, in order"
-
-
-@pytest.mark.parametrize(
-    ("workers", "batch_size", "steps", "text"),
-    [
-        ({"num_workers": 2}, 8, 4, "2 workers x 1 x 4 accumulated"),
-        ({"num_workers": 4, "min_workers": 2}, 10, 1, "2 to 4 workers x 2 to 5"),
-    ],
-)
-def test_the_plan_shows_how_workers_share_a_batch(
-    workers: dict[str, int], batch_size: int, steps: int, text: str, tmp_path: Path
-) -> None:
-    values = small_config(tmp_path)
-    values["workers"] |= workers
-    values["stages"][0] |= {"batch_size": batch_size, "gradient_accumulation_steps": steps}
-    config = parse_config(values)
-    assert shares_text(config, config.stages[0]) == text
 
 
 class Folder:
@@ -105,22 +86,6 @@ def test_the_lines_of_a_stage(tmp_path: Path, log_lines: list[str]) -> None:
         f"xe  20/40  loss 2.5000  reward 0.750  length 9.4  {numbers}  3.3 min left",
         "xe  best of step 10",
     ]
-
-
-@pytest.mark.parametrize(("scores", "warns"), [((0.0, 0.00002), True), ((0.0, 0.2), False), ((), False)])
-def test_scst_that_cannot_climb_is_named(
-    tmp_path: Path, log_lines: list[str], scores: tuple[float, ...], warns: bool
-) -> None:
-    """Without a known score, as after `init_from`, nothing is said yet."""
-    folder = Folder(tmp_path / "journal")
-    for step, score in enumerate(scores):
-        folder.write(kind="validation", step=step, time=1.0, best=score, seconds=1.0, **{"CIDEr-D": score})
-    with folder.printer():
-        folder.write(kind="reward", step=0, time=2.0, text="checked", stage="scst")
-    found = [line for line in log_lines if "cannot climb" in line]
-    assert bool(found) is warns
-    if warns:
-        assert "CIDEr-D is 0.0000 after xe" in found[0] and "stages.xe.epochs" in found[0] and "check" in found[0]
 
 
 def test_the_last_entries_are_printed_even_if_the_storage_fails(tmp_path: Path, log_lines: list[str]) -> None:

@@ -53,11 +53,8 @@ def test_nothing_is_removed_without_yes(storage: FakeStorage, capsys: pytest.Cap
     assert main(["runs", str(storage.place), "--prune"]) == 0
     out = capsys.readouterr().out
     assert storage.names() == before and "nothing was removed, --yes removes them" in out
-    assert [line.split()[2] for line in out.splitlines() if line.startswith("would go")] == [
-        "checkpoint",
-        "features",
-        "run",
-    ]
+    lines = [line.split() for line in out.splitlines() if line.startswith("would go")]
+    assert [line[4] for line in lines] == ["features/f1", "runs/demo-2"]
     assert main(["runs", str(storage.place), "--prune", "--yes", "--older-than", "50"]) == 0
     assert "runs/demo-2/run.json" in storage.names() and "features/f1/COMPLETE" not in storage.names()
     assert main(["runs", str(storage.place), "--prune", "--yes"]) == 0

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from raycap.jobs.cli import main
 from raycap.jobs.soup import mixed_tensors
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle, store_results
+from raycap.pipeline.storage.path import storage_path
 from tests.support.bundles import make_bundle
 from tests.support.confidence import make_confidence
 
@@ -36,9 +37,8 @@ def test_a_soup_is_a_bundle_that_names_its_sources(
 ) -> None:
     out, members = tmp_path / "new" / "soup", [load_bundle(Path(bundle)) for bundle in bundles]
     judging, first = tmp_path / "judging", members[0]
-    save_bundle(
-        judging, first.captioner, first.vocabulary, name="small", info={}, confidences=[make_confidence("a")]
-    )  # the confidence is that of the member and not that of the sum
+    save_bundle(judging, first.captioner, first.vocabulary, name="small", info={})
+    store_results(storage_path(judging), make_confidence("a"))  # that of the member and not that of the sum
     assert main(["soup", str(judging), bundles[1], "--weights", "0.25,0.75", "-o", str(out)]) == 0
     assert f"source    0.25 of {judging}" in log_lines and log_lines[-1] == f"bundle    {out}"
     joined = load_bundle(out)

@@ -6,7 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from raycap.models.encoders.backbone import (
     set_drop_path,
 )
 from raycap.models.encoders.transform import ImageTransform
+from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
 from raycap.pipeline.storage.weights import export_backbone, save_weights
 from tests.support.backbones import FAMILIES
@@ -76,6 +77,7 @@ def test_tokens_come_row_by_row(family: str) -> None:
     images, (rows, columns) = images_for(backbone, 1), backbone.grid
     tokens = backbone(images)
     assert tokens.shape == (1, backbone.num_tokens, backbone.width) and backbone.num_tokens == rows * columns > 1
+    assert backbone.layout.num_prefix == WITH_PREFIX.get(family, 0)
     side = images.shape[-1] // rows
     shift = side // 2 if family == "resnet" else 0  # whose padded convolutions look at the cell's upper left corner
     for cell in range(rows * columns):
@@ -118,7 +120,7 @@ def test_each_family_has_timms_transform(family: str) -> None:
     for width, height in ((90, 90), (200, 71), (71, 200), (20, 31), (size, size + 1)):
         image = Image.fromarray(generator.integers(0, 256, (height, width, 3), np.uint8))
         assert torch.equal(ours(image), theirs(image)), (width, height)
-    assert ImageTransform.from_description(json.loads(json.dumps(ours.describe())), size) == ours
+    assert parse_section(ImageTransform, json.loads(json.dumps(asdict(ours)))) == ours
 
 
 def step(captioner: Captioner, images: Tensor) -> Tensor:
@@ -203,25 +205,9 @@ def test_pooling_averages_neighbors(family: str) -> None:
     np.testing.assert_allclose(pooled(images).numpy(), np.stack(expected, 1), atol=1e-6)
 
 
-@torch.no_grad()
-def test_prefix_tokens_are_dropped_or_kept(family: str) -> None:
-    config = FAMILIES[family]
-    kept = make(config, prefix_tokens="keep", pool=2)
-    images, count = images_for(kept), WITH_PREFIX.get(family, 0)
-    dropped = make(config, pool=2)
-    assert kept.num_prefix_tokens == count and kept.num_tokens == dropped.num_tokens + count
-    assert kept(images).shape == (2, kept.num_tokens, kept.width)
-    assert torch.equal(kept(images)[:, count:], dropped(images))
-    if count:
-        own = kept.network.forward_features(images)[:, 0]
-        if kept.layout.norm:
-            own = kept.network.get_submodule(kept.layout.norm)(own)
-        assert torch.equal(kept(images)[:, 0], own)
-
-
 def test_a_bundle_captions_as_before(family: str, tmp_path: Path) -> None:
     """Saved and loaded, with its transform; an exported file of the backbone has timm's names."""
-    backbone = make(FAMILIES[family], pool=2, prefix_tokens="keep")
+    backbone = make(FAMILIES[family], pool=2)
     captioner, images = make_captioner(backbone).eval(), images_for(backbone)
     save_bundle(tmp_path / "bundle", captioner, WORDS, name="tiny", info={})
     bundle = load_bundle(tmp_path / "bundle")

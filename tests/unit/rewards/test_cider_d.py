@@ -19,7 +19,7 @@ from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards import cider
 from raycap.pipeline.training.rewards.cider import build_index
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from tests.support.scripts import scene_texts
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"
@@ -58,8 +58,8 @@ def test_reward_baseline_and_loss_are_the_references(shared: Path) -> None:
     width = max(map(len, samples))
     tokens = torch.tensor([[vocabulary.ids[w] for w in c] + [vocabulary.pad] * (width - len(c)) for c in samples])
     images = [image for image in record["picked_image_ids"] for _ in range(5)]
-    reward = CiderDReward(References.of_texts(references), vocabulary, eos=True)
-    found = reward(tokens, reward.indices_of(images)).view(-1, 5)
+    reward = CiderDReward(references.values(), vocabulary, eos=True)
+    found = reward(tokens, torch.tensor([list(references).index(image) for image in images])).view(-1, 5)
     assert np.allclose(found, record["reward"], rtol=0, atol=1e-6)
     baseline = (found.sum(1, keepdim=True) - found) / 4
     assert np.allclose(baseline, record["leave_one_out_baseline"], rtol=0, atol=1e-6)
@@ -72,8 +72,8 @@ def test_without_eos_the_end_does_not_count() -> None:
     references = {1: ["a b", "a b c"], 2: ["c c"]}
     ended = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.eos]])
     cut = torch.tensor([[vocabulary.sos, vocabulary.ids["a"], vocabulary.ids["b"], vocabulary.pad]])
-    with_eos, without = (CiderDReward(References.of_texts(references), vocabulary, eos=eos) for eos in (True, False))
-    image = with_eos.indices_of([1])
+    with_eos, without = (CiderDReward(references.values(), vocabulary, eos=eos) for eos in (True, False))
+    image = torch.tensor([0])
     assert with_eos(ended, image) > with_eos(cut, image)
     assert without(ended, image) == without(cut, image)
 
@@ -90,11 +90,11 @@ def test_documents_may_be_captions() -> None:
 def test_ground_truth_scores_high_and_its_end_counts() -> None:
     vocabulary = Vocabulary(tuple(sorted({*"abcdefgh", *SPECIALS})))
     references = {n: [f"a {x} b", f"a {x} b c"] for n, x in enumerate("cdefgh")}
-    whole, cut = CiderDReward(References.of_texts(references), vocabulary, eos=True).ground_truth or (0.0, 0.0)
+    whole, cut = CiderDReward(references.values(), vocabulary, eos=True).ground_truth or (0.0, 0.0)
     assert whole > 0.5 and cut > 0.5 and whole != cut
-    plain = CiderDReward(References.of_texts(references), vocabulary, eos=False).ground_truth
+    plain = CiderDReward(references.values(), vocabulary, eos=False).ground_truth
     assert plain is not None and plain[0] == plain[1]
-    assert CiderDReward(References.of_texts({1: ["a"], 2: ["b"]}), vocabulary, eos=True).ground_truth is None
+    assert CiderDReward([["a"], ["b"]], vocabulary, eos=True).ground_truth is None
 
 
 @pytest.mark.parametrize("language", ["en", "hi", "zh"])
@@ -113,8 +113,8 @@ def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool
     images = [index % 12 for index in range(len(captions))]
     rows = [torch.tensor(vocabulary.encode(vocabulary.tokenize(caption))) for caption in captions]
     tokens = pad_sequence(rows, batch_first=True, padding_value=vocabulary.pad)
-    reward = CiderDReward(References.of_texts(references), vocabulary, eos=eos, language=language)
-    found = reward(tokens, reward.indices_of(images)).tolist()
+    reward = CiderDReward(references.values(), vocabulary, eos=eos, language=language)
+    found = reward(tokens, torch.tensor(images)).tolist()
     words = [[[*metric_words(c, language), *[EOS] * eos] for c in image] for image in references.values()]
     plain = PlainCiderD(words)
     slow = [

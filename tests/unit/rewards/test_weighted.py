@@ -13,7 +13,7 @@ from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import REWARDS, WORD_REWARDS, WeightedReward
 from tests.support.scripts import scene_texts
 
@@ -40,9 +40,9 @@ class Case:
         self.indices = torch.tensor([index % 12 for index in range(24)] + [0, 0, 2, 3])
 
     def reward(self, weights: dict[str, float]) -> WeightedReward:
-        references = References.of_texts(self.references)
+        references = list(self.references.values())
         cider_d = CiderDReward(references, self.vocabulary, eos=True, language=self.language)
-        return WeightedReward(weights, cider_d, references, self.vocabulary, self.language)
+        return WeightedReward(weights, cider_d, references.__getitem__, self.vocabulary, self.language)
 
 
 @pytest.mark.parametrize(("language", "tokenizer"), FORMS)
@@ -72,7 +72,7 @@ def test_every_summand_is_its_metric(language: str, tokenizer: str) -> None:
 
 def test_cider_d_alone_is_bit_equal() -> None:
     case = Case("en", "expansionnet")
-    cider_d = CiderDReward(References.of_texts(case.references), case.vocabulary, eos=True)
+    cider_d = CiderDReward(case.references.values(), case.vocabulary, eos=True)
     plain = cider_d(case.tokens, case.indices)
     total, values = case.reward({"ciderd": 1.0})(case.tokens, case.indices)
     assert torch.equal(total, plain) and values.keys() == {"ciderd"}

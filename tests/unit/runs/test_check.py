@@ -38,8 +38,8 @@ def test_a_sound_set_is_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
     code, found = check(tmp_path, root)
     assert code == 0 and found["ok"] and not texts(found, "error")
-    assert found["splits"] == {"test": 2, "train": 5, "val": 2} and found["short_side"] == {"0-63": 9}
-    assert found["captions"]["per_image"]["train"] == {"5": 5} and len(found["fingerprint"]) == 64
+    assert found["splits"] == {"test": 2, "train": 5, "val": 2}
+    assert found["captions_per_image"]["train"] == {"5": 5} and len(found["fingerprint"]) == 64
     assert "shrunken" in texts(found, "warning") and "fit to train on" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The token files of a run: made with it, made again where they are missing or damaged, and what a worker selects."""
+"""The captions of a run as training reads them: of which images, and of which sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.folder import TOKENS, RunFolder
+from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.batches import CaptionTokens
@@ -19,10 +19,6 @@ from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config, write_karpathy
 from tests.support.caption_tokens import PlainCaptionTokens
 from tests.support.runs import prepare_run
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def plain_tokens(folder: RunFolder, captions: list[list[str]]) -> PlainCaptionTokens:
@@ -60,7 +56,7 @@ def test_cross_entropy_learns_captions_of_a_model_and_scst_rewards_those_of_peop
         expected = people.column("captions")
         if stage.objective == "cross_entropy":
             expected += model.column("captions")
-        assert_equal(CaptionTokens.of_images(folder, images), plain_tokens(folder, expected))
+        assert_equal(CaptionTokens.of(images, folder.vocabulary), plain_tokens(folder, expected))
         assert folder.num_samples(stage) == len(images)
 
 
@@ -91,11 +87,3 @@ def test_a_stage_has_the_captions_of_its_images(tmp_path: Path) -> None:
     assert len(run.batches.images) == len(rows) < len(keys)
     assert run.batches.images.image_ids.tolist() == [row["image_id"] for row in rows]
     assert [run.batches.images.uri(row) for row in range(len(rows))] == [row["uri"] for row in rows]
-
-
-def test_missing_token_files_are_written_again(tmp_path: Path) -> None:
-    config = parse_config(small_config(tmp_path))
-    path = prepare(config).path / TOKENS
-    before = contents(path)
-    (path / "ids.npy").unlink()
-    assert contents(prepare(config).path / TOKENS) == before

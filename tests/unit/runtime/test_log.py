@@ -1,4 +1,4 @@
-"""The log: levels, prefixes, the log file, and the bar that takes the place of lines at a terminal."""
+"""The log: levels, prefixes, the log file, and lines about the progress of long work."""
 
 from __future__ import annotations
 
@@ -104,9 +104,7 @@ def test_the_file_ends_with_the_error(error: Exception, tmp_path: Path) -> None:
     assert ("Traceback" in text) == (not isinstance(error, UserError)), "a mistake of the caller needs no traceback"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     clock = iter([0.0, 1.0, 4.0, 6.0, 7.0])
     monkeypatch.setattr("raycap.pipeline.runtime.log.time.monotonic", lambda: next(clock))

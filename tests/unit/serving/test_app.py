@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import shutil
 import struct
 import threading
 import time
@@ -18,8 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from starlette.testclient import TestClient
 
 import raycap
+from raycap.pipeline.data.image_sources import NOT_READABLE, UriRoots
+from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.serving.host import FAILED, RefusedError
 from raycap.pipeline.serving.settings import Limits
+from raycap.pipeline.storage.path import StoragePath
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, as_base64, as_files, host_of, local_client
 
@@ -284,11 +289,19 @@ def test_uris_are_read_below_the_allowed_prefixes_only(
 ) -> None:
     root = Path(names[0]).parent
     (tmp_path / "link.png").symlink_to(names[0])
+    (tmp_path / "folder").symlink_to(root)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.png")
+    (beside := tmp_path.with_name(f"{tmp_path.name}-private")).mkdir()
+    shutil.copy(names[0], beside / "a.png")
     client = local_client({"main": captioners}, allow_uris=(str(root), str(tmp_path)))
     assert client.post("/caption", json={"uris": [names[0], f"file://{names[1]}"]}).status_code == 200
     answers = set()
-    for uri in ("/etc/passwd", f"{root}/../x.png", f"{root}/none.png", str(tmp_path / "link.png"), "http://127.0.0.1/x",
-                "s3://bucket/x.png", "file:///etc/passwd", "", "~", f"{root}\0/0.png", "\\\\host\\share"):  # fmt: skip
+    below = ("link.png", "folder/0.png", "loop", "zero.png", "pipe.png", "", f"../{beside.name}/a.png")
+    elsewhere = ("/etc/passwd", str(beside / "a.png"), f"{root}/../x.png", f"{root}/none.png", f"{root}\0/0.png")
+    no_paths = ("http://127.0.0.1/x", "s3://bucket/x.png", "file:///etc/passwd", "", "~", "\\\\host\\share")
+    for uri in (*(f"{tmp_path}/{name}" for name in below), *elsewhere, *no_paths):
         answer = client.post("/caption", json={"uris": [uri]})
         answers.add((answer.status_code, answer.text))
     (root / "text.png").write_text("no image")
@@ -296,6 +309,23 @@ def test_uris_are_read_below_the_allowed_prefixes_only(
     answers.add((answer.status_code, answer.text))
     assert answers == {(422, '{"error":"uris.0 is not a readable image of this server"}')}
     assert "it is not below uri_roots" in caplog.text
+
+
+def test_images_on_s3_are_read_below_the_prefixes_only(
+    names: list[str], s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
+    content, roots = Path(names[0]).read_bytes(), UriRoots(["s3://data/photos"])
+    for folder in ("photos", "photos-private"):
+        StoragePath(f"s3://data/{folder}/a.png").write_bytes(content)
+    assert roots.read("s3://data/photos/a.png") == content
+    for uri in (
+        "s3://data/photos-private/a.png",
+        "s3://data/photos/none.png",
+        "s3://data/photos/../photos-private/a.png",
+    ):
+        with pytest.raises(BadImage, match=NOT_READABLE):
+            roots.read(uri)
 
 
 def test_the_page_loads_nothing_and_allows_its_own_script_only(client: TestClient) -> None:

@@ -19,7 +19,7 @@ from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore, write_shard
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, target_positions
 from tests.conftest import write_karpathy
-from tests.support.caption_tokens import PlainCaptionTokens, caption_tokens, open_tokens
+from tests.support.caption_tokens import PlainCaptionTokens
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def parts(tmp_path: Path) -> tuple[Images, CaptionTokens]:
     dataset = type(dataset)(table)
     vocabulary = Vocabulary.build(dataset.tokens(), 1)
     images = Images(dataset, FeatureStore(tmp_path / "store"), 10**6, 1)
-    return images, caption_tokens(dataset, vocabulary)
+    return images, CaptionTokens.of(dataset, vocabulary)
 
 
 def stage(**values: object) -> StageSection:
@@ -78,7 +78,7 @@ def test_caption_tokens_equal_the_plain_form() -> None:
             ids[0].append([1, 2])  # a caption without a word, and at least one caption
             rows = np.union1d(0, np.flatnonzero(rng.random(size) < 0.7))
             plain = PlainCaptionTokens([ids[row] for row in rows], pad=0)
-            captions = CaptionTokens(open_tokens(ids), rows, pad=0)
+            captions = CaptionTokens([ids[row] for row in rows], pad=0)
             every = np.arange(len(plain.image_of))
             assert len(captions) == len(every) and np.array_equal(captions.first, plain.first)
             for numbers in (every, rng.permutation(every), every[:1], rng.choice(every, 9)):

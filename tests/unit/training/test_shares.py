@@ -20,7 +20,6 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training import objectives
 from raycap.pipeline.training.batches import Batches, CaptionTokens, share
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
-from tests.support.caption_tokens import open_tokens
 
 NUM_IMAGES = 17
 WORDS = ("PAD", "SOS", "EOS", "a", "b", "c", "d")
@@ -67,7 +66,7 @@ def caption_tokens() -> CaptionTokens:
 
     captions = [[caption(image, number) for number in range(1 + image % 4)] for image in range(NUM_IMAGES)]
     ids = [[[SOS, *map(WORDS.index, text.split()), EOS] for text in texts] for texts in captions]
-    return CaptionTokens(open_tokens(ids), np.arange(NUM_IMAGES), PAD)
+    return CaptionTokens(ids, PAD)
 
 
 def fake_reward(tokens: Tensor, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -124,7 +124,6 @@ def save_bundle(
     name: str,
     protocol: Protocol = Protocol(),
     info: Mapping[str, object],
-    confidences: Sequence[Confidence] = (),
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
@@ -154,10 +153,8 @@ def save_bundle(
         }
         (temporary / "config.yaml").write_text(_yaml(config), encoding="utf-8")
         vocabulary.save(temporary / "vocabulary.json")
-        transform = None if backbone is None else backbone.transform.describe()
+        transform = None if backbone is None else asdict(backbone.transform)
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
-        if confidences:
-            (temporary / CONFIDENCE).write_text(dump_confidences(confidences), encoding="utf-8")
         seal(temporary)
 
 
@@ -185,11 +182,11 @@ def load_bundle(folder: Path) -> Bundle:
         )
     transform = None
     if parts.backbone is not None:
-        size = parts.backbone.image_size  # the recorded transform counts: another timm may have other statistics
-        transform = _read(
-            folder / "preprocessing.json",
-            lambda path: ImageTransform.from_description(parse_json(_content(path), str(path)), size),
-        )
+        # the recorded transform counts, because another timm may have other statistics
+        path, size = folder / "preprocessing.json", parts.backbone.image_size
+        transform = _read(path, lambda file: parse_section(ImageTransform, parse_json(_content(file), str(file))))
+        if transform.image_size != size:
+            raise UserError(f"{path} has image_size = {transform.image_size}, and config.yaml says {size}")
     path = folder / "model.safetensors"
     _read(path, lambda file: _require_room(parts, file))
     captioner = build_captioner(*parts)

@@ -177,18 +177,17 @@ class CaptionService:
             raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
         if count > most:
             raise UserError(f"caption has more than the {most} tokens that this model explains")
-        first = backbone.num_prefix_tokens  # image tokens before those of the grid
         with self._computing:
             with torch.no_grad():
                 features = self.bundle.captioner.features(Features(pixels[None].to(self.device)))
-                by_head = cross_attention(model, model.encode(features), ids[None])[-1, :, 0, :count, first:]
+                by_head = cross_attention(model, model.encode(features), ids[None])[-1, :, 0, :count]
             attribution = integrated_gradients(model, features, ids).head(count) if with_attribution else None
         chosen = by_head.mean(0) if head is None else by_head[head]
         explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
         if attribution is None:
             return explanation
         gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
-        shares = attribution.shares()[:, first:].cpu().numpy()
+        shares = attribution.shares().cpu().numpy()
         return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
 
     def _ids(self, caption: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raycap.models.base import CaptionModel
 from raycap.models.captioner import Captioner, build_model
-from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes, Values
+from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes, Values
 from raycap.models.convert import upstream as convert
 from raycap.models.convert.tensor_files import load_strictly, read_tensors
 from raycap.models.encoders.backbone import Backbone, load_tensors
@@ -279,13 +279,15 @@ def _build(
 
 
 def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: int) -> Backbone:
-    """Builds the backbone and loads a Swin's tensors. UserError if the model takes features of another width."""
+    """Builds the published Swin-L, or a Swin with the sizes in `settings`, and loads its tensors.
 
-    backbone = Backbone(convert.backbone_config(convert.infer_swin(swin), settings))
+    Raises UserError if the model takes features of another width, and ValueError for tensors of other sizes.
+    """
+    backbone = Backbone(BackboneConfig(**settings | {"weights": "none"}))
     if backbone.width != feature_width:
         raise UserError(
-            f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; "
-            "they do not belong together"
+            f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; they do not "
+            "belong together, unless the Swin has other sizes: give them as --set backbone.embed_dim=N and the like"
         )
     load_tensors(backbone, swin)
     return backbone

@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.pipeline.config.languages import ENGLISH
-from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.language.tokenizers import text_column
 from raycap.pipeline.data.vocabulary import EOS, Vocabulary
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider import build_index
-
-_BATCH = 1024  # images whose captions are Python lists at a time
-
-
-class References:
-    """The captions of each image. An image is numbered by its position.
-
-    ids: (I,) int64, distinct. read: the captions of the images with these numbers (n,), which ascend. For a data set
-    they remain in the memory-mapped pages of its file.
-    """
-
-    def __init__(self, ids: np.ndarray, read: Callable[[np.ndarray], list[list[str]]]) -> None:
-        self._ids, self._read = ids, read
-
-    @classmethod
-    def of(cls, dataset: Dataset, tokenizer: str | None = None) -> References:
-        """Those of a data set, numbered as its rows: raw captions, or with a tokenizer the texts that it splits."""
-        captions = dataset.table[text_column(tokenizer)].combine_chunks()  # `take` on many chunks would join them
-        ids: np.ndarray = dataset.table["image_id"].to_numpy()
-        return cls(ids, lambda numbers: captions.take(pa.array(numbers)).to_pylist())
-
-    @classmethod
-    def of_texts(cls, texts: Mapping[int, Sequence[str]]) -> References:
-        """The captions by image id."""
-        captions = [list(each) for each in texts.values()]
-        return cls(np.array(list(texts), np.int64), lambda numbers: [captions[each] for each in numbers.tolist()])
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> list[str]:
-        """The captions of one image."""
-        return self._read(np.array([index]))[0]
-
-    def __iter__(self) -> Iterator[list[str]]:
-        """The captions of each image."""
-        for begin in range(0, len(self), _BATCH):
-            yield from self._read(np.arange(begin, min(begin + _BATCH, len(self))))
-
-    def indices_of(self, images: Sequence[int]) -> np.ndarray:
-        """The numbers (len(images),) int64 of these image ids. Raises KeyError for an id without captions."""
-        return np.array([self._numbers[image] for image in images], np.int64)
-
-    @cached_property
-    def _numbers(self) -> dict[int, int]:
-        """The number of each image id."""
-        return {image: number for number, image in enumerate(self._ids.tolist())}
 
 
 class CiderDReward:
@@ -83,7 +31,7 @@ class CiderDReward:
 
     def __init__(
         self,
-        references: References,
+        references: Iterable[Sequence[str]],
         vocabulary: Vocabulary,
         *,
         eos: bool,
@@ -91,7 +39,7 @@ class CiderDReward:
         device: torch.device | str = "cpu",
         language: str = ENGLISH,
     ) -> None:
-        self.references = references
+        """references: the captions of each image, as `Vocabulary.tokenize` takes them."""
         self.eos, self.eos_id = eos, vocabulary.eos
         self._vocabulary, self._language = vocabulary, language
         with_several: list[list[list[int]]] = []
@@ -113,20 +61,11 @@ class CiderDReward:
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
         self._ignored = torch.tensor(ignored, device=device)
 
-    @property
-    def device(self) -> torch.device:
-        """That of the captions to score."""
-        return self._ignored.device
-
-    def indices_of(self, images: Sequence[int]) -> Tensor:
-        """The numbers (len(images),) int64, on the reward's device, under which the reward has these image ids."""
-        return torch.from_numpy(self.references.indices_of(images)).to(self.device)
-
     def __call__(self, tokens: Tensor, indices: Tensor) -> Tensor:
         """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
 
-        tokens: (R, T) on the reward's device; those after the first EOS are ignored. indices: (R,) the captions'
-        images, numbered by `indices_of`.
+        tokens: (R, T) on the reward's device; those after the first EOS are ignored. indices: (R,) int64 on this
+        device, the number of each caption's image in the order of the references.
         """
         if self._word_ids is not None:
             return self.scorer.score(*self._metric_words(tokens, self._word_ids), indices)

@@ -6,7 +6,9 @@ model's tokens are. EOS does not count as a word there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +20,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords
 from raycap.pipeline.evaluation.scores.ngrams import bleu, rouge_l
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards.cider_d import CiderDReward, References
+from raycap.pipeline.training.rewards.cider_d import CiderDReward
 
 MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
 CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that its EOS can count as a word
@@ -53,60 +55,27 @@ WORD_REWARDS: dict[str, Callable[[CaptionWords], np.ndarray]] = {
 REWARDS = (CIDER_D, *WORD_REWARDS)
 
 
-class SampledWords:
-    """Splits sampled token ids and the references of their images into words, on the host.
-
-    This takes 0.1 to 0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of
-    references are kept for MAX_IMAGES images, about 1 kB each with five references.
-    """
-
-    def __init__(self, references: References, vocabulary: Vocabulary, language: str) -> None:
-        """references: raw captions. language: of the captions."""
-        self._texts, self._vocabulary, self._language = references, vocabulary, language
-        self._references: dict[int, list[list[str]]] = {}
-        self._interned: dict[str, str] = {}  # one object per word, because references repeat few words
-
-    def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[CaptionWords, Tensor]:
-        """The distinct pairs of a caption and an image, and the number (R,), on the host, of each row's pair.
-
-        tokens, indices: see `CiderDReward`.
-        """
-        rows = [tuple(row) for row in tokens.tolist()]
-        pairs = list(zip(rows, indices.tolist(), strict=True))
-        words = {row: self._split(self._vocabulary.decode(row)) for row in dict.fromkeys(rows)}
-        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-        predictions = [words[row] for row, _ in numbers]
-        captions = CaptionWords(predictions, [self._of_image(index) for _, index in numbers])
-        return captions, torch.tensor([numbers[pair] for pair in pairs])
-
-    def _of_image(self, index: int) -> list[list[str]]:
-        """The words of each reference of an image."""
-        if index not in self._references:
-            if len(self._references) >= MAX_IMAGES:
-                self._references.clear()
-            self._references[index] = [self._split(text) for text in self._texts[index]]
-        return self._references[index]
-
-    def _split(self, caption: str) -> list[str]:
-        return [self._interned.setdefault(word, word) for word in metric_words(caption, self._language)]
-
-
 class WeightedReward:
-    """The sum of weights times rewards of `REWARDS`. Captions are split into words only if a reward needs them."""
+    """The sum of weights times rewards of `REWARDS`.
+
+    If a reward needs words, sampled captions and the references of their images are split on the host. This takes 0.1
+    to 0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of the references of
+    MAX_IMAGES images are kept, about 1 kB each with five references.
+    """
 
     def __init__(
         self,
         weights: Mapping[Any, float],
         cider_d: CiderDReward,
-        references: References,
+        captions_of: Callable[[int], Sequence[str]],
         vocabulary: Vocabulary,
         language: str,
     ) -> None:
-        """references, language: see `SampledWords`. cider_d: of the same images in the same order."""
+        """captions_of: gives the raw captions of the image with a number. cider_d: of the same images in this order."""
         self.weights = dict(sorted(weights.items()))  # so that rounding does not depend on the order in a file
-        self.cider_d, self._split = cider_d, None
-        if weights.keys() & WORD_REWARDS.keys():
-            self._split = SampledWords(references, vocabulary, language)
+        self.cider_d, self._vocabulary, self._language = cider_d, vocabulary, language
+        # It does not refer to `self`: a cycle would keep the index of a finished stage in a GPU's memory.
+        self._of_image = lru_cache(MAX_IMAGES)(lambda index: [_split(text, language) for text in captions_of(index)])
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum (R,) for R captions, and each reward's values (R,) without its weight, by name; all float64.
@@ -116,9 +85,24 @@ class WeightedReward:
         values = {}
         if CIDER_D in self.weights:
             values[CIDER_D] = self.cider_d(tokens, indices)
-        if self._split is not None:
-            captions, numbers = self._split(tokens, indices)
-            for name in self.weights.keys() & WORD_REWARDS.keys():
+        if names := self.weights.keys() & WORD_REWARDS.keys():
+            captions, numbers = self._words(tokens, indices)
+            for name in names:
                 values[name] = torch.from_numpy(WORD_REWARDS[name](captions))[numbers].to(tokens.device)
         parts = [weight * values[name] for name, weight in self.weights.items()]
         return torch.stack(parts).sum(0), values
+
+    def _words(self, tokens: Tensor, indices: Tensor) -> tuple[CaptionWords, Tensor]:
+        """The distinct pairs of a caption and an image, and the number (R,), on the host, of each row's pair."""
+        rows = [tuple(row) for row in tokens.tolist()]
+        pairs = list(zip(rows, indices.tolist(), strict=True))
+        words = {row: _split(self._vocabulary.decode(row), self._language) for row in dict.fromkeys(rows)}
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+        predictions = [words[row] for row, _ in numbers]
+        captions = CaptionWords(predictions, [self._of_image(index) for _, index in numbers])
+        return captions, torch.tensor([numbers[pair] for pair in pairs])
+
+
+def _split(caption: str, language: str) -> list[str]:
+    """The words of a caption. Equal words are one object, because references repeat few words."""
+    return list(map(sys.intern, metric_words(caption, language)))
