@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,27 @@ from tests.support.logs import on_message
 from tests.support.s3_server import CREDENTIALS, s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
+PATH = os.environ["PATH"]
+# A stand-in for java with METEOR's jar, which takes seconds to start. It prints 23 numbers for each line SCORE. For
+# EVAL it prints the score 0.25 for each image and for all of them.
+METEOR = """
+import sys
+if "-version" in sys.argv:
+    sys.exit()
+for line in sys.stdin:
+    if line.startswith("SCORE"):
+        print(" ".join(["1.0"] * 23), flush=True)
+    else:
+        print("\\n".join(["0.25"] * (line.count("|||") + 1)), flush=True)
+"""
 CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 
 
 def pytest_configure() -> None:
     """One thread per process, and credentials for S3 servers, before torch and Ray start.
 
-    With small tensors more threads only wait for each other. Processes that tests start inherit the variables.
+    More threads would only wait for each other, because the tensors are small. Processes that tests start inherit the
+    variables.
     """
     os.environ.update(CREDENTIALS, OMP_NUM_THREADS="1")
 
@@ -60,7 +75,7 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def clean_root() -> Iterator[None]:
-    """Nothing that tests write lies in the checkout's root afterwards; what was there before may stay."""
+    """Fails if tests have left a file in the checkout's root that was not there before."""
     before = {path.name for path in ROOT.iterdir()}
     yield
     left = {path.name for path in ROOT.iterdir()} - before - CACHES
@@ -69,13 +84,34 @@ def clean_root() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing that tests cache stays on the machine; processes that they start inherit it."""
+    """Gives tests, and processes that they start, a cache that is removed with pytest's temporary folders."""
     os.environ["RAYCAP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def write_java(folder: Path, program: str) -> None:
+    """Writes a Python program that is called java."""
+    folder.mkdir(exist_ok=True)
+    (folder / "java").write_text(f"#!{sys.executable}\n{program}")
+    (folder / "java").chmod(0o755)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_java(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Puts METEOR in place of java, for tests and for processes that they start."""
+    folder = tmp_path_factory.mktemp("java")
+    write_java(folder, METEOR)
+    os.environ["PATH"] = f"{folder}{os.pathsep}{PATH}"
+
+
+@pytest.fixture
+def real_java(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the stand-in for java during a test."""
+    monkeypatch.setenv("PATH", PATH)
 
 
 @pytest.fixture(autouse=True)
 def propagating_loggers() -> Iterator[None]:
-    """A command that runs in a test does not hide later tests' records from `caplog`."""
+    """Undoes what a command does to logging, so that `caplog` sees the records of later tests."""
     yield
     logging.raiseExceptions = True
     logging.getLogger(PACKAGE).propagate = True
@@ -91,7 +127,7 @@ def log_lines() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def clusters_can_start() -> Iterator[None]:
-    """A command in this process makes Ray listen on the loopback interface only, also a cluster of a later test."""
+    """Removes the variable by which a command in this process makes every later Ray listen on the loopback only."""
     yield
     os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
 
@@ -108,6 +144,15 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations caption in this process, if `features.store` is never."""
+    from tests.support.captioning import caption_here
+
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.caption_on_cluster", caption_here)
+    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.start_ray", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The URL of one S3 server without faults, with the bucket `data`, for all tests that need one."""
@@ -116,7 +161,9 @@ def s3() -> Iterator[str]:
 
 
 def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The demo's configuration shrunk to seconds, as plain values; `changes` by dotted key."""
+    """The plain values of the demo's configuration, shrunk so that a run takes seconds.
+
+    changes: values by key, with two underscores in place of each dot."""
     data = read_values(ROOT / "raycap" / "configs" / "demo.yaml")
     data["storage"] = storage if isinstance(storage, dict) else str(storage)
     data["data"]["synthetic"] = {"num_images": 60, "image_size": 32, "seed": 3}
@@ -153,3 +200,12 @@ def write_karpathy(folder: Path, splits: dict[str, int], size: int = 24) -> Path
         )
     (folder / "dataset.json").write_text(json.dumps({"images": entries}))
     return folder
+
+
+def colors_config(folder: Path) -> dict[str, Any]:
+    """A configuration to evaluate bundles of `make_bundle` on 5 images of `write_karpathy`, read as pixels."""
+    root = write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
+    values = small_config(folder / "results", data={"root": str(root), "train_splits": ["train"], "min_count": 1})
+    values["data"] |= {"val_split": "val", "test_splits": ["test"]}
+    values["features"] = {"store": "never"}
+    return values

@@ -34,7 +34,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.formats.source import find_files
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.scores.java import free_memory_mb, java_version, spice_models
+from raycap.pipeline.evaluation.scores.java import java_version, spice_models
 from raycap.pipeline.runtime.log import configure_logging, unchanged_level
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.runtime.processor import computes_on_cpus
@@ -42,18 +42,17 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path, try_rights
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.tracking.mlflow_client import SERVER_REMEDY, is_only_here, public_uri, reason_of, tracking_client
+from raycap.pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client
 from raycap.pipeline.version import commit
 
-RAY_GIB, WORKER_GIB = 1.0, 0.75  # of memory, before a model is loaded
 OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `cluster.start` starts
-PROBE_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
+ANSWER_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
 Requests = Mapping[str, Sequence[Resources]]  # the resources of each process, by stage
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, whose texts may quote an error: secrets are removed from them.
+    """The result of one check. Its texts may quote an error, so secrets of this machine are removed from them.
 
     level: `fail` means that a configuration cannot run, `warn` that a part of it will be missing, slower or delayed.
     """
@@ -162,13 +161,11 @@ def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Findin
         workers, features = config.workers, config.features
         wanted = max(workers.num_workers * workers.gpus_per_worker, features.least_actors * features.gpus_per_actor)
         yield gpus(wanted, is_needed=True)
-        yield find("memory", partial(memory, workers.num_workers), "use fewer workers or free memory")
     if not is_remote(config.storage.uri):
         yield find("disk", partial(space, config.working_path), "free space, or set another storage")
     yield storage(config.storage_place)
     yield find("data", partial(data, config), "check data.root, data.annotations and the credentials")
     remedy = "training continues without it; check tracking.uri, then `raycap sync` sends the rest"
-    remedy = SERVER_REMEDY if is_only_here(config) else remedy
     yield find("tracker", partial(tracker, config), remedy, is_needed=False)
 
 
@@ -177,7 +174,7 @@ def folders() -> Iterator[Finding]:
     ray_folder, shared = Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path("/dev/shm")
     remedy = "free space, or set RAYCAP_CACHE to a folder that can be written"
     yield find("cache", partial(space, cache_folder()), remedy)
-    remedy = "set HOME to a folder that can be written; Ray keeps its token there"
+    remedy = "set HOME to a folder that can be written; libraries keep their files there"
     yield find("home", partial(space, Path.home(), 0, 0), remedy)
     remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
     yield find("tmp", partial(space, ray_folder, 0.1, 1), remedy)
@@ -227,14 +224,6 @@ def java() -> Finding:
     return find("java", lambda: f"{java_version()}, models of SPICE in {spice_models()}", remedy, is_needed=False)
 
 
-def memory(num_workers: int) -> str:
-    """Whether the free memory suffices for Ray and the workers on this machine."""
-    free, needed = free_memory_mb() / 2**10, RAY_GIB + WORKER_GIB * num_workers
-    if free < needed:
-        raise OSError(f"{free:.1f} GiB free, {num_workers} workers and Ray need {needed:.1f}")
-    return f"{free:.1f} GiB free"
-
-
 def storage(folder: StoragePath, probe: str = "") -> Finding:
     """Whether results can be written, by a conditional write. probe: a file that another machine has written there."""
 
@@ -264,12 +253,10 @@ def data(config: RunConfig) -> str:
 
 
 def tracker(config: RunConfig) -> str:
-    """Whether the tracker answers; a run continues without it and sends the missing data later."""
+    """Whether the tracker answers."""
     if not config.tracking.enabled:
         return "off"
     address = public_uri(config)
-    if is_only_here(config):
-        raise ScarceError(f"{address} is lost with this machine, the storage is not")
     try:
         if urllib.parse.urlsplit(address).scheme in ("http", "https"):
             tracking_client(config).search_experiments(max_results=1)
@@ -318,51 +305,49 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
     if probe is not None:
         with suppress(OSError):  # the check of the storage from this machine reports it
             (probe[0] / probe[1]).write_bytes(b"")
-    found, silent = _ask(alive, uses_gpus, probe)
+    found = _ask(alive, uses_gpus, probe)
     if probe is not None:
         with suppress(OSError):
             (probe[0] / probe[1]).delete()
     status = cluster_status()
-    yield answering(status, silent, len(alive))
+    yield has_workers(status)
     yield from (stage_fits(status, stage, bundles) for stage, bundles in requests.items())
     yield from merged(found)
 
 
 def _ask(
     alive: Mapping[str, Values], uses_gpus: bool, probe: tuple[StoragePath, str] | None
-) -> tuple[dict[str, list[Finding]], dict[str, str]]:
-    """Calls `check_node` on all nodes at once. alive: {node: its entry of `ray.nodes`}.
+) -> dict[str, list[Finding]]:
+    """Calls `check_node` on all nodes at once. Returns the findings of each node, or one that it does not answer.
 
-    Returns {node: findings} and {node: why it has none}.
+    alive: the entries of `ray.nodes` by the nodes' names.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
     task = ray.remote(num_cpus=0, max_retries=0)(check_node)
-    found, silent = dict[str, list[Finding]](), dict[str, str]()
+    remedy = "look at the node's log, give it the same image, or remove it"
+    found = dict[str, list[Finding]]()
     running = {
         name: task.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(
             versions(), (node["Resources"].get("GPU", 0.0), uses_gpus), probe
         )
         for name, node in alive.items()
     }
-    deadline = time.monotonic() + PROBE_S
+    deadline = time.monotonic() + ANSWER_S
     for name, reference in running.items():
         try:
             found[name] = ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             ray.cancel(reference, force=True)
-            silent[name] = f"no answer within {PROBE_S:g} s"
+            found[name] = [Finding("answer", "fail", f"none within {ANSWER_S:g} s", remedy)]
         except Exception as error:  # a node that has just died, or code that cannot be imported there
-            silent[name] = str(error).strip().splitlines()[-1]
-    return found, silent
+            found[name] = [Finding("answer", "fail", str(error).strip().splitlines()[-1], remedy)]
+    return found
 
 
-def answering(status: ClusterStatus, silent: Mapping[str, str], count: int) -> Finding:
-    """Whether there are workers, and all nodes answer. silent: {node: why it has not answered} of `count` nodes."""
-    if silent:
-        text = f"{len(silent)} of {count} do not answer: {listed(silent)}"
-        return Finding("nodes", "fail", text, "look at the node's log, give it the same image, or remove it")
+def has_workers(status: ClusterStatus) -> Finding:
+    """Whether a node is there that can compute."""
     if any(node.get("CPU") or node.get("GPU") for node in status.nodes):
         return Finding("nodes", "ok", status.text)
     text = "no worker is up, so only the head is checked"
@@ -381,20 +366,12 @@ def stage_fits(status: ClusterStatus, stage: str, bundles: Sequence[Resources]) 
 
 
 def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
-    """One finding for each check of the nodes, called `node NAME`: the worst level, with the nodes that have it."""
-    for name in dict.fromkeys(finding.name for each in found.values() for finding in each):
-        ours = {node: finding for node, each in found.items() for finding in each if finding.name == name}
-        bad = {node: finding for node, finding in ours.items() if finding.level != "ok"}
-        if bad:
-            worst = min(bad.values(), key=lambda finding: finding.level)  # "fail" is before "warn"
-            yield replace(worst, name=f"node {name}", text=listed({node: each.text for node, each in bad.items()}))
-        else:
-            yield Finding(f"node {name}", "ok", "; ".join(dict.fromkeys(finding.text for finding in ours.values())))
-
-
-def listed(texts: Mapping[str, str]) -> str:
-    """Joins the texts of nodes to one. Nodes with equal texts are named together."""
-    by_text: dict[str, list[str]] = {}
-    for node, text in texts.items():
-        by_text.setdefault(text, []).append(node)
-    return "; ".join(f"{', '.join(nodes)}: {text}" for text, nodes in by_text.items())
+    """The findings of the nodes, called `node NAME`. Nodes with the same finding are named together."""
+    nodes: dict[Finding, list[str]] = {}
+    for node, findings in found.items():
+        for finding in findings:
+            said = replace(finding, text="") if finding.level == "ok" else finding
+            nodes.setdefault(said, []).append(node)
+    for said, names in nodes.items():
+        text = f"{len(names)} nodes" if said.level == "ok" else f"{', '.join(names)}: {said.text}"
+        yield replace(said, name=f"node {said.name}", text=text)

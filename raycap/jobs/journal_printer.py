@@ -22,7 +22,7 @@ class JournalPrinter:
     """A context in which a background thread prints new journal entries."""
 
     def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
-        """changed: called after each change of the journal, also by a resumed stage that repeats printed entries."""
+        """changed: called after each change of the journal, even if a resumed stage repeats entries."""
         self.folder, self.follower = folder, Follower(folder.journal)
         self._changed, self._size = changed, journal_bytes(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
@@ -42,14 +42,14 @@ class JournalPrinter:
             self._print_new_entries(download=time.monotonic() - self._downloaded_at > JOURNAL_EVERY_S)
 
     def _print_new_entries(self, *, download: bool) -> None:
-        """Prints the entries that were added since the last call. download: first get a new copy of a journal on S3.
+        """Prints the entries that were added since the last call. download: first download a journal on S3.
 
-        Raises no error, because training must not end when it cannot be shown. The first one is logged.
+        It raises no error, because training must go on if it cannot be shown. It logs its first error.
         """
         try:
             if download:
                 self._downloaded_at = time.monotonic()
-                with suppress(OSError, UserError):  # then the output is late but the run continues
+                with suppress(OSError, UserError):  # the output is then late, but the run continues
                     self.folder.pull(JOURNAL)
             size = journal_bytes(self.folder.journal)
             if size != self._size:

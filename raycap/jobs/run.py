@@ -57,20 +57,20 @@ from raycap.pipeline.tracking.run_tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKPOINTS = 2  # on the disk at a time
+NUM_CHECKPOINTS = 2  # of a stage, which are on the disk at the same time
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
 
-    data: the result of `find_data`, given by a command that makes several runs on the same data.
+    data: the result of `find_data`, if a command makes several runs on the same data.
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
     summary = folder.summary
-    # the missing decorations and scores of a complete run that this machine can make
+    # A complete run may lack scores, pictures or pages that this machine can make.
     missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:
         if config.tracking.enabled and not summary["tracked"]:
@@ -101,9 +101,9 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`. If the first stage needs stored features, an extraction reads many new images.
+    """The result of `find_data`. If the first stage needs stored features, their extraction reads the new images.
 
-    Otherwise threads of this process read the new images.
+    Otherwise threads of this process read them.
     """
     needs_features = not config.stages[0].train_backbone and config.features.store != "never"
     can_extract = config.has_backbone and config.init_from is None and not config.features.views
@@ -116,13 +116,13 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log. At the end, a run on S3 uploads it, unless the storage cannot be reached."""
+    """Writes log/run.log during the context. At its end, a run on S3 uploads it if the storage can be reached."""
     can_upload = True
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
     except StorageError:
-        can_upload = False  # further attempts would only delay the end
+        can_upload = False  # another attempt would only delay the end
         raise
     finally:
         if can_upload:
@@ -151,7 +151,7 @@ def alone(folder: Path) -> Iterator[None]:
 def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
     """Groups consecutive stages that one call of `jobs.train.fit` can run. Features are extracted before each group.
 
-    A frozen stage after a stage that trains the backbone begins a group, because it needs the new backbone's features.
+    A frozen stage after one that trains the backbone begins a new group, because it needs the new backbone's features.
     """
     groups: list[list[StageSection]] = []
     for stage in stages:
@@ -174,15 +174,15 @@ class RunDriver:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of this attempt, which every process of it gets."""
+        """The configuration of this attempt, with what it has decided so far."""
         return self.folder.config
 
     def _decide(self, config: RunConfig) -> None:
-        """Sets the configuration with a decision in place of an `auto`."""
+        """Sets the configuration, in which a decision has taken the place of `auto`."""
         self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def _decide_precisions(self) -> None:
-        """Decides the precisions that are `auto`. The first command of a storage measures them on its workers."""
+        """Decides the precisions that are `auto`. If the storage has no decision yet, its workers measure them."""
         config = self.config
         if config.has_backbone and config.features.compute_dtype == "auto":
             backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
@@ -233,7 +233,7 @@ class RunDriver:
         self._complete(scores, by_stage, registered, decorations)
 
     def _score(self, by_stage: Mapping[str, float]) -> Scores:
-        """The scores of the run's bundle, which are also written to scores.json, with its captions in predictions/.
+        """The scores of the run's bundle. They are also written to scores.json, and its captions to predictions/.
 
         by_stage: of `validation_by_stage`.
         """
@@ -243,7 +243,7 @@ class RunDriver:
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
         options = Options(
             constraints=None if file is None else Path(file),
-            unconstrained=(data.val_split,),  # validations during training have none
+            unconstrained=(data.val_split,),  # validations during training have no constraints
             captions=stored_captions(folder, images, digests),
             keep=partial(self._keep_captions, digests),
         )
@@ -254,7 +254,7 @@ class RunDriver:
         return scores
 
     def _keep_captions(self, digests: Mapping[str, str], captions: SplitCaptions) -> None:
-        """Writes captions before they are scored, for this and later attempts. digests: of the bundle.
+        """Writes captions before they are scored, so that a later attempt can use them. digests: of the bundle.
 
         Raises UserError when too many images could not be captioned.
         """
@@ -282,25 +282,15 @@ class RunDriver:
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
-            logger.info(f"stage {number}   {self._describe(stage)}")
+            features = "end to end" if stage.train_backbone else "frozen features"
+            steps, samples = (
+                total_steps(stage, folder.num_samples(stage)),
+                "pairs" if stage.samples_are_pairs else "images",
+            )
+            work = "done" if folder.result(stage.name) else f"{steps} steps of {stage.batch_size} {samples}"
+            logger.info(f"stage {number}   {stage.name}: {stage.objective}, {features}, {work}")
         if metadata.unreadable:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
-
-    def _describe(self, stage: StageSection) -> str:
-        """A stage as a line of the plan."""
-        what = f"{stage.name}: {stage.objective}, {'end to end' if stage.train_backbone else 'frozen features'}"
-        if stage.freeze:
-            what += f", without training {', '.join(stage.freeze)}"
-        if self.folder.result(stage.name):
-            return f"{what}, done"
-        steps, samples = total_steps(stage, self.folder.num_samples(stage)), "images"
-        if stage.samples_are_pairs:
-            samples = "pairs"
-        elif stage.objective == "scst":
-            samples += f" x {stage.sampling.num_samples} samples"
-        elif stage.captions_per_image > 1:
-            samples += f" x {stage.captions_per_image} captions"
-        return f"{what}, {steps} steps of {stage.batch_size} {samples}"
 
     def _dry_run(self) -> None:
         """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
@@ -385,8 +375,8 @@ class RunDriver:
     ) -> None:
         """Prints the summary and marks the run as complete.
 
-        registered: name/version of the registered model; None if the tracker is off or did not accept everything.
-        COMPLETE.json records the decorations that failed and the scores that are unavailable, for the next attempt.
+        registered: name/version of the registered model, or None if the tracker is off or did not accept everything.
+        COMPLETE.json records what failed and which scores are missing, so that the next attempt can add them.
         """
         folder, bundle, store = self.folder, scores.bundles[0], scores.inputs.stores[0]
         tracking = "off"
@@ -435,7 +425,7 @@ class RunDriver:
 
 
 def _may_be_complete(config: RunConfig) -> bool:
-    """True if a run of this name is complete, which needs no resources, or if the storage is on S3."""
+    """True if a run of this name is complete and needs no resources. On S3, where this is not known, also true."""
     place = config.storage_place
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 

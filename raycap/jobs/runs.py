@@ -23,7 +23,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from raycap.jobs.options import Set
 from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.shipped import named_place
@@ -41,21 +40,22 @@ from raycap.pipeline.storage.s3 import StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, require_mapping
 
 OLD_DAYS = 30
-LEAST_DAYS = 1.0  # what was changed later may belong to a process that this one cannot see
+LEAST_DAYS = 1.0  # Newer folders are kept, because a process on another machine may be using them.
 MAX_RECORD_BYTES = 2**26  # of a JSON or YAML file; run.json lists unreadable images
-NUM_READS = 8  # folders that are read at a time; requests to S3 mostly wait
-# A run on S3 has no lock. Its workers send the journal every few seconds, but an extraction writes elsewhere for hours.
+NUM_READS = 8  # folders that are read at a time
+# A run on S3 has no lock. If it has changed within this time, it counts as in progress. Training changes it every few
+# seconds, but an extraction writes to another folder and may take longer.
 ACTIVE_S = 3600.0
-TRAINED = "evaluation"  # the part at which a run is when its stages are finished
+TRAINED = "evaluation"  # where a run is if its stages are finished
 TITLES = {"runs": "run", "searches": "search", "retrain": "champion of", "features": "features", "models": "bundle"}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # the names of `pipeline.storage.atomic`
 TRIAL, BEST = re.compile(r"trials/.*\.json"), re.compile(r"(stages/[^/]+/best-\d+)/.*")
-# What raycap writes into a run's folder. A folder with anything else may be another program's.
+# What raycap writes into a run's folder. A folder with other files may belong to another program.
 KNOWN = {
     "config.yaml", "decisions.json", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log",
     "predictions", "scores.json", "report.html", "COMPLETE.json", ".lock",
 }  # fmt: skip
-# The files that are removed first, in this order: without them a reader takes nothing else of a folder for complete.
+# The files that are removed first, in this order. Without them, readers see that the folder is not complete.
 MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
 
@@ -65,7 +65,6 @@ def runs(
         str,
         typer.Argument(help="A storage's folder, s3://BUCKET/FOLDER, or a configuration.", metavar="STORAGE|CONFIG"),
     ],
-    set_: Set = None,
     endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server, for s3://...")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     prune: Annotated[
@@ -85,7 +84,7 @@ def runs(
 
     Example: raycap runs results
     """
-    storage = _storage(target, set_ or (), endpoint_url)
+    storage = _storage(target, endpoint_url)
     if yes and not prune:
         raise UserError("--yes removes what --prune shows; give both")
     with storage_errors("--endpoint-url", "give a storage that exists"):
@@ -103,23 +102,21 @@ def runs(
         _prune(storage, found, older_than, yes)
 
 
-def _storage(target: str, overrides: Sequence[str], endpoint_url: str | None) -> StoragePath:
+def _storage(target: str, endpoint_url: str | None) -> StoragePath:
     """The storage that an argument names. Raises UserError if there is none."""
-    remember_address(endpoint_url or "")
-    path = None if is_remote(target) else named_place(expanded_path(target))
-    if path is None and not is_remote(target):
+    if is_remote(target):
+        remember_address(endpoint_url or "")
+        return storage_path(target, StorageOptions(endpoint_url))
+    path = named_place(expanded_path(target))
+    if path is None:
         raise UserError(f"{shown(target)} does not exist; give a storage's folder, s3://..., or a configuration")
-    if path is not None and path.is_file():
-        if endpoint_url is not None:
-            raise UserError("--endpoint-url belongs to s3://...; with a configuration --set storage.endpoint_url")
-        return load_config(path, overrides).storage_place
-    if overrides:
-        raise UserError("--set changes a configuration; give a configuration in place of a storage, or leave it out")
-    return storage_path(target, StorageOptions(endpoint_url)) if path is None else storage_path(path)
+    if endpoint_url is not None:
+        raise UserError("--endpoint-url belongs to s3://...; a configuration has the key storage.endpoint_url")
+    return load_config(path, ()).storage_place if path.is_file() else storage_path(path)
 
 
 def _print_table(title: str, entries: Sequence[Content]) -> None:
-    """Prints a table unless it is empty. What is damaged follows the row."""
+    """Prints a table unless it is empty. The row of a damaged folder ends with the reason."""
     if not entries:
         return
     lines = [[title, *entries[0].facts, "state", "changed", "size"]]
@@ -157,7 +154,7 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_t
 
 
 def _print(line: str) -> None:
-    """Prints a line in which names from the storage cannot control the terminal."""
+    """Prints a line. Control characters in names from the storage are escaped."""
     print(printable(line))
 
 
@@ -170,10 +167,12 @@ def _size(count: int) -> str:
 class Content:
     """A folder of the storage: a run, a search, the champion of a configuration, a bundle or a feature store.
 
-    room: "runs", "searches", "retrain", "models" or "features". files: by their path in the folder; locks are left out.
-    state: "in progress" if a process works on it, "damaged", or of a run. facts: values for the table and JSON. needs:
-    the names of the runs that a search or champion needs, or the digest of a feature store's backbone. detail: why it
-    is damaged.
+    room: "runs", "searches", "retrain", "models" or "features".
+    files: all files but locks, by their path in the folder.
+    state: as docs/commands.md explains it, or "".
+    facts: values for the table and for JSON.
+    needs: of a search or champion, the names of runs; of a feature store, the digest of its backbone.
+    detail: why the state is "damaged" or "foreign".
     """
 
     room: str
@@ -214,16 +213,18 @@ def _listed(storage: StoragePath, room: str, depth: int = 1) -> list[Content]:
     found: dict[str, Content] = {}
     for file, entry in (storage / room).walk():
         names = file.split("/")
-        if len(names) > depth and all(names[:depth]) and names[depth:] != [".lock"]:  # looking changes a lock, too
+        if (
+            len(names) > depth and all(names[:depth]) and names[depth:] != [".lock"]
+        ):  # a lock says nothing about changes
             name = "/".join(names[:depth])
             found.setdefault(name, Content(room, name)).files["/".join(names[depth:])] = entry
     return [found[name] for name in sorted(found)]
 
 
 def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
-    """Everything in a storage by room, sorted by name. Damaged and foreign files are named, and raise no error.
+    """Everything in a storage by room, sorted by name. Files are listed once, and only small records are read.
 
-    Files are listed once, and only records of some kilobytes are read.
+    A damaged or foreign file raises no error. It decides the state of its folder.
     """
 
     def read(room: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
@@ -246,8 +247,8 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
 def _read_run(storage: StoragePath, entry: Content) -> None:
     """Sets the state and the facts of a run. Raises one of FAILURES for a damaged file.
 
-    at: the stage, or `evaluation`, at which an incomplete run is. val, test: CIDEr-D; of an incomplete run, val is the
-    best of its last finished stage.
+    at: where an incomplete run is, the name of a stage or "evaluation".
+    val, test: the CIDEr-D of a complete run. Of an incomplete run, val is that of its last finished stage.
     """
     place, facts = storage / entry.path, {"created": "", "at": "", "val": None, "test": None}
     entry.facts = facts
@@ -281,7 +282,7 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_search(storage: StoragePath, entry: Content) -> None:
-    """Sets the state of a search, and its trials as ENDED/ALL."""
+    """Sets the state of a search, and how many of its trials have ended, such as 3/12."""
     place, records = storage / entry.path, sorted(filter(TRIAL.fullmatch, entry.files))
     entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": f"?/{len(records)}"}
     trials = [_read_record(place / record) for record in records]
@@ -290,22 +291,22 @@ def _read_search(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_champion(storage: StoragePath, entry: Content) -> None:
-    """Sets the state of a configuration's champion. It needs the runs of all champions that a rollback may restore."""
+    """Sets the state of a champion. It needs the runs of all former champions, which a rollback may restore."""
     entry.facts = {"decisions": 0, "bundle": "", "run": ""}
     if LEASE in entry.files and _is_leased(storage / entry.path / LEASE):
         entry.state = "in progress"
     if POINTER in entry.files:
         state = ChampionStore(storage, entry.name).read()
         entry.facts["decisions"] = state.number
-        entry.needs = {record.run_id for record in state.bundles} | ({state.challenger} if state.challenger else set())
+        entry.needs = {record.run_id for record in state.bundles}
         if state.champion is not None:
             entry.facts |= {"bundle": state.champion.bundle, "run": state.champion.run_id}
 
 
 def _read_features(storage: StoragePath, entry: Content) -> None:
-    """Sets the images and the backbone of a feature store; None and nothing before its first extraction has ended.
+    """Sets the images and the backbone of a feature store, if its first extraction has ended.
 
-    The backbone is "" for regions of a detector's file.
+    If the features are regions of a detector's file, the backbone is "".
     """
     entry.facts = {"images": None}
     if "COMPLETE" in entry.files:
@@ -319,7 +320,7 @@ def _read_record(path: StoragePath) -> Values:
 
 
 def _in_progress(place: StoragePath) -> bool:
-    """True if a process of this machine has locked a folder, or any process has the lease of a folder on S3."""
+    """True if a process works on a folder. On a disk it has locked the folder, and on S3 it has the folder's lease."""
     if place.is_remote:
         return _is_leased(StoragePath(f"{place}.lease.json", place.options))
     try:
@@ -355,8 +356,7 @@ def plan_removals(
 ) -> tuple[list[Removal], list[str]]:
     """What can be removed, and sentences about what is kept because something is damaged or in progress.
 
-    found: of `read_contents`. older_than_days: runs that were not trained to the end go after this time without a
-    change.
+    found: of `read_contents`. older_than_days: the age at which a run that was not trained to the end can be removed.
     """
     owners = [*found["searches"], *found["retrain"]]
     needed = set[str]().union(*(owner.needs for owner in owners))  # runs
@@ -376,7 +376,7 @@ def plan_removals(
 
 
 def _leftovers(storage: StoragePath) -> Iterator[Removal]:
-    """The hidden folders of killed processes beside runs and features on a disk."""
+    """Hidden folders beside runs and features on a disk, which killed processes have left."""
     for room in ("runs", "features") if not storage.is_remote else ():
         for content in _listed(storage, room):
             if TEMPORARY.fullmatch(content.name) and content.days > LEAST_DAYS:
@@ -384,7 +384,7 @@ def _leftovers(storage: StoragePath) -> Iterator[Removal]:
 
 
 def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> list[Removal]:
-    """The feature stores whose backbone no run has. Raises one of FAILURES if it is not clear what a run needs."""
+    """The feature stores whose backbone no run has. Raises one of FAILURES if a run's backbones cannot be found out."""
     stores = [store for store in found["features"] if store.needs and store.days > LEAST_DAYS]
     used = set[str]()
     for run in (run for run in found["runs"] if stores and run.state != "foreign"):
@@ -400,9 +400,9 @@ def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> l
 
 
 def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: float) -> list[Removal]:
-    """Runs that were not trained to the end and not touched for `least_days`, and that are not in `needed`.
+    """Runs that were not trained to the end, have not changed for `least_days`, and are not in `needed`.
 
-    A run that lacks only its evaluation stays, because it may be the backbone of a search.
+    A run that lacks only its evaluation stays, because a search may have trained its backbone with it.
     """
     unfinished = [run for run in runs if run.state in ("interrupted", "unprepared") and run.facts["at"] != TRAINED]
     old = [run for run in unfinished if run.days >= least_days and run.name not in needed]
@@ -410,7 +410,7 @@ def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: floa
 
 
 def remove(storage: StoragePath, removal: Removal) -> bool:
-    """Removes a folder of a plan. Returns False if a process works on it now, or another one has removed it."""
+    """Removes a folder. Returns False if a process works on it, or another process has removed it."""
     place, is_run = storage / removal.content.path, removal.kind == "run"
     if is_run:  # it may have been resumed since the plan
         newest = max((entry.modified for name, entry in place.walk() if name != ".lock"), default=0.0)

@@ -98,10 +98,6 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
     logger.info(f"job       {job_id}: raycap {title}")
     logger.info(f"follow    ray job logs {job_id} --address {address} --follow")
     logger.info(f"stop      ray job stop {job_id} --address {address}")
-    if job.variables:
-        logger.info(f"variables {', '.join(job.variables)} (their values can be read on the cluster)")
-    if job.secrets:
-        logger.info(f"secrets   {', '.join(job.secrets)} must be in the environment of the cluster's nodes")
     return 0 if detach else follow(client, job_id)
 
 
@@ -132,10 +128,9 @@ def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
 
 
 def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
-    """Reads the arguments and the configuration as the job will read them. Logs a warning for paths of the nodes.
+    """Reads the arguments and the configuration as the job will read them. Raises UserError for what it would refuse.
 
-    Returns a name for the job, its files and its configuration's path among them. Raises UserError for what the job
-    would refuse.
+    Returns a name for the job, its files, and its configuration's path among them.
     """
     available = {*job.variables, *job.secrets}
     check_texts(None, job.arguments, available)
@@ -154,10 +149,9 @@ def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
         paths += [(option, bundle) for bundle in ([named] if isinstance(named, str | Path) else named)]
     extended = [] if data is None else referenced_files(data)
     files, packed = job_files(path, [*(str(value) for _, value in paths if value is not None), *extended])
-    # a job's folder is removed with the job, and with it what a relative path writes there
     outputs = [("--out", values.get("out")), ("--explain", values.get("explain")), ("--json", values.get("json_file"))]
-    for warning in dict.fromkeys([*check_paths(paths, files), *check_paths(outputs, ())]):
-        logger.warning(warning)
+    check_paths(paths, files)
+    check_paths(outputs, ())
     return configs[0].name if configs else job.command, files, packed
 
 
@@ -269,13 +263,11 @@ def named_paths(config: RunConfig) -> dict[str, str | None]:
     }
 
 
-def check_paths(paths: Iterable[tuple[str, str | Path | None]], packed: Container[str]) -> list[str]:
-    """Returns a warning for each absolute local path, which must exist on every node.
+def check_paths(paths: Iterable[tuple[str, str | Path | None]], packed: Container[str]) -> None:
+    """Raises UserError for a relative path, unless it is among the files that the job brings (`packed`).
 
-    paths: keys or options with their values. packed: the files that the job brings. Raises UserError for another
-    relative path: a job's folder has no such file, and results in it would be lost.
+    A job's folder has no other files, and what a job writes there is lost. paths: keys or options with their values.
     """
-    warnings = []
     for key, path in paths:
         if path is None or str(path) in NO_PATHS or is_remote(str(path)) or os.path.normpath(path) in packed:
             continue
@@ -284,8 +276,6 @@ def check_paths(paths: Iterable[tuple[str, str | Path | None]], packed: Containe
                 f"{key} = {path} is relative to a job's folder, which a cluster removes with the job; give an s3:// "
                 "URI where it takes one, or an absolute path that all nodes have"
             )
-        warnings.append(f"{key} = {path}: every node of the cluster must see the same files there")
-    return warnings
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
@@ -361,18 +351,16 @@ def follow(client: JobSubmissionClient, job_id: str) -> int:
     except KeyboardInterrupt:
         logger.info(f"the job {job_id} continues")
         return 130
-    code, status = info.driver_exit_code, info.status.value
-    if status == "SUCCEEDED":
-        exit_code, outcome = 0, "succeeded"
-    elif status == "STOPPED":
-        exit_code, outcome = 1, "was stopped"
-    elif code is None:
-        exit_code, outcome = 1, f"failed: {' '.join((info.message or 'no reason given').split())}"
-    else:
-        # A job that signal n killed has the code -n. A shell reports this as 128 + n.
-        exit_code, outcome = code if code > 0 else 128 - code, f"failed with exit code {code}"
-    logger.info(f"job       {job_id} {outcome}")
-    return exit_code
+    code, outcome = info.driver_exit_code, info.status.value.lower()
+    if outcome != "failed":
+        logger.info(f"job       {job_id} {outcome}")
+        return 0 if outcome == "succeeded" else 1
+    if code is None:
+        logger.info(f"job       {job_id} failed: {' '.join((info.message or 'no reason given').split())}")
+        return 1
+    logger.info(f"job       {job_id} failed with exit code {code}")
+    # A job that signal n killed has the code -n. A shell reports this as 128 + n.
+    return code if code > 0 else 128 - code
 
 
 async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:

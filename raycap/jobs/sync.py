@@ -58,7 +58,7 @@ def sync(
 
 
 def send(folder: RunFolder) -> bool:
-    """Sends the data of one run that the tracker lacks. Returns False when the tracker does not accept everything."""
+    """Sends what the tracker lacks of one run. Returns False if the tracker does not accept all of it."""
     if not folder.config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
@@ -68,7 +68,7 @@ def send(folder: RunFolder) -> bool:
             return True
         if (folder.path / "COMPLETE.json").is_file():
             return register(folder)
-        # A killed driver has recorded no ending. Without one, a run on S3 may still be active on another machine.
+        # A run without a recorded ending was killed, unless it is on S3 and active on another machine.
         status = SentRecord(folder).values.get("ending") or (None if folder.home else "KILLED")
         if not Tracker(folder).close(status):
             return False
@@ -98,12 +98,8 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
     check_storage(config)
-    home = config.home("runs")
-    if home is None:
-        names = [path.parent.name for path in config.working_path.glob("runs/*/run.json")]
-    else:
-        names = [file.removesuffix("/run.json") for file in home.list() if file.endswith("/run.json")]
-    for name in sorted(names):
+    files = sorted((config.storage_place / "runs").list())
+    for name in [file.removesuffix("/run.json") for file in files if file.endswith("/run.json")]:
         # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
         if name.rpartition("-")[0] == config.name and name.rpartition("-")[2].isalnum():
             try:

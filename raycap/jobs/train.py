@@ -26,9 +26,9 @@ from raycap.pipeline.training.step_metrics import DivergedError
 logger = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
-SCRATCH = ".ray"  # the folder in a run's log folder for files that Ray Train demands and raycap does not use
-STOP = "stop"  # the file in a run's log folder that names the driver whose workers must stop
-NUM_STARTS = 5  # starts that Ray Train tries per attempt; one that takes over a minute has failed
+SCRATCH = ".ray"  # a folder in a run's log folder. Ray Train writes files there that raycap does not use.
+STOP = "stop"  # a file in a run's log folder. It holds the token of the driver whose workers must stop.
+NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt; after a minute a start has failed
 
 
 class StageFailedError(JobFailedError):
@@ -36,7 +36,7 @@ class StageFailedError(JobFailedError):
 
 
 class FailureBudget:
-    """Counts the failures of the last hour. A run on nodes that are taken away now and then has no limit in all."""
+    """Limits the failures per hour. Their total has no limit, because nodes of a cloud are taken away now and then."""
 
     def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_hour, self.clock = per_hour, clock
@@ -58,11 +58,11 @@ class FailureBudget:
 def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
     """Runs the job's stages on the cluster. After a failure, new workers resume the stage.
 
-    start_ray: called after a failure, to join or start Ray if necessary and to wait for resources. Without it, the
-    death of Ray Train's controller is not followed by another attempt.
+    start_ray: called after a failure. It joins or starts Ray if necessary, and waits for resources. If it is None and
+    Ray Train's controller dies, no other attempt follows.
 
-    Raises StageFailedError for a failure that would repeat, such as a loss that is not finite, and JobFailedError after
-    more than `workers.max_failures_per_hour` failures within an hour. The same command then resumes the stage.
+    Raises StageFailedError for a failure that would repeat, such as a loss that is not finite. Raises JobFailedError
+    after more than `workers.max_failures_per_hour` failures within an hour. The same command then resumes the stage.
     """
     import ray
     from ray.exceptions import RayActorError
@@ -105,11 +105,11 @@ def _attempt(job: StageJob) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The cause of a failed attempt as a clause. RayActorError is the error of Ray Train's controller."""
+    """The cause of a failed attempt, as a part of a sentence. Of RayActorError, it is that the controller died."""
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError):
-        # Ray wraps the error of a worker that died. The others then fail, too, because they lose a peer.
+        # Ray wraps the error of a worker that died. The other workers then fail, because they lose a peer.
         died = {
             rank: failure.health_check_failure
             for rank, failure in error.worker_failures.items()
@@ -123,7 +123,7 @@ def _reason(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message with its type, or the line in which Ray names a cause of death."""
+    """The line in which Ray names a cause of death, or else the type and the first line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = next((line for line in lines if " because " in line), None)
     return cause or f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -149,17 +149,17 @@ def _trainer(job: StageJob) -> Any:
             resources_per_worker=workers.bundle,
         ),
         run_config=RayRunConfig(
-            # a new name, because Ray Train returns the old result when a name is used twice
+            # If a name is used twice, Ray Train returns the old result.
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
             storage_path=str(job.folder.path / "log" / SCRATCH),
-            # `fit` makes the next attempt, except after a node was drained, which does not count as a failure
+            # `fit` makes the next attempt. Ray Train itself makes it after a drained node, which is no failure.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=NUM_STARTS),  # type: ignore[call-arg]
         ),
     )
 
 
 def failure_file(job: StageJob) -> StoragePath:
-    """The file in which a worker writes the reason of a failure that would repeat. Each driver has another file."""
+    """The file in which a worker writes why it failed, if it would fail again. Each driver has a file of its own."""
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
@@ -167,7 +167,7 @@ def _run_worker(settings: Values) -> None:
     """The function that Ray Train runs on every worker."""
     job: StageJob = settings["job"]
     if failure_file(job).exists():
-        return  # When Ray Train restarts the workers, all of them end here, which ends the fit.
+        return  # After a failure that would repeat, workers that Ray Train starts again end here.
     reason = ""
     try:
         train_stages(RayContext(lambda: job.folder.token(STOP) == job.driver_token), job)

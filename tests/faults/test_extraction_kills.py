@@ -68,7 +68,7 @@ class Extraction:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
 
     def finish(self) -> str:
-        """Runs to the end; its output."""
+        """Runs the command to its end and returns its output."""
         assert self.start().wait(timeout=300) == 0, self.log.read_text()
         return self.log.read_text()
 
@@ -86,7 +86,7 @@ def content(store: FeatureStore) -> dict[str, bytes]:
 
 
 def kill(extraction: Extraction, process: subprocess.Popen[str], what: str, dice: random.Random) -> None:
-    """kill -9 of an actor, of the driver, or of both, once a random number of shards is there."""
+    """Waits for a random number of shards, and then kills an actor, the driver, or both with kill -9."""
     wanted, begin = dice.randrange(0, NUM_IMAGES // ROWS - 2), time.monotonic()
     while len(extraction.manifests()) < wanted and process.poll() is None and time.monotonic() - begin < 120:
         time.sleep(0.01)
@@ -136,7 +136,8 @@ def undisturbed(images: Path, ray_session: None) -> dict[str, bytes]:
 
 def check_kill(extraction: Extraction, what: str, seed: int, undisturbed: dict[str, bytes], images: Path) -> None:
     (weights,) = (images.parent / "undisturbed" / "store" / "backbones").glob("*.safetensors")
-    (extraction.storage / f"backbones/{weights.name}").write_bytes(weights.read_bytes())  # spares drawing them again
+    # so that the weights are not drawn again
+    (extraction.storage / f"backbones/{weights.name}").write_bytes(weights.read_bytes())
     kill(extraction, extraction.start(), what, random.Random(seed))
     text = extraction.finish()
     store = extraction.store()

@@ -109,7 +109,7 @@ def trees(draw: st.DrawFn, value: Any) -> Any:
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """The bytes with a bit flipped, or with a part cut out, repeated, replaced or missing from there on."""
+    """The bytes with one change: a bit is flipped, a part is cut out, repeated or replaced, or the end is missing."""
     start, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 20))
     return draw(
         st.sampled_from(
@@ -137,7 +137,7 @@ def as_yaml(value: Any) -> bytes:
 
 
 def mutants(tree: Any, write: Callable[[Any], bytes] = as_json) -> st.SearchStrategy[bytes]:
-    """Files of mutated documents, with text that no encoder writes among them, and damaged bytes."""
+    """Files with a mutated document, some with text that no encoder writes, and files with damaged bytes."""
     at, raw = (b"'@'", RAW_YAML) if write is as_yaml else (b'"@"', RAW)
     documents = st.builds(
         lambda value, text: write(value).replace(at, text.encode()), trees(tree), st.sampled_from(raw)
@@ -245,7 +245,7 @@ def of_picture(form: str) -> Callable[[Path], Form]:
 
 GLOVE = b"3 2\ncat 0.5 -1\ndog 1e-3 2\n"
 IMAGE_ROWS = [{"image": {"bytes": picture("PNG"), "path": "1.png"}, "caption": "a cat"}]
-# By the path of the file.
+# {path of the file: its form}
 FORMS: dict[str, Callable[[Path], Form]] = {
     "karpathy.json": of_document(KARPATHY, read_annotation_file),
     "coco.json": of_document(COCO, read_annotation_file),

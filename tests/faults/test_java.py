@@ -6,7 +6,6 @@ What hangs or dies is in `make proof`.
 from __future__ import annotations
 
 import importlib.util
-import sys
 import tempfile
 import textwrap
 import time
@@ -17,22 +16,12 @@ import pytest
 
 from raycap.pipeline.evaluation.scores import java as java_module
 from raycap.pipeline.evaluation.scores.metrics import Score, score_captions
+from tests.conftest import METEOR, write_java
 
 REFERENCES = {n: [f"a dog number {n} runs", "the dog is here"] for n in range(20)}
 PREDICTIONS = {n: f"a dog runs {n}" for n in range(20)}
 DEADLINE_S = 2.0
 SLACK_S = 5.0  # for starting processes on a busy machine; programs that hang do so for 1000 s
-
-# A stand-in for the METEOR jar: 23 numbers for every SCORE line, all scores and their mean for EVAL.
-WORKING = """
-import sys
-for line in sys.stdin:
-    if line.startswith("SCORE"):
-        print(" ".join(["1.0"] * 23), flush=True)
-    else:
-        count = line.count("|||")
-        print("\\n".join(["0.25"] * (count + 1)), flush=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +42,8 @@ def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Puts a Python program in place of java."""
 
     def install(program: str) -> None:
-        folder = tmp_path / "bin"
-        folder.mkdir(exist_ok=True)
-        source = f"#!{sys.executable}\n{textwrap.dedent(program)}"
-        (folder / "java").write_text(source)
-        (folder / "java").chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder))
+        write_java(tmp_path / "bin", textwrap.dedent(program))
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
     return install
 
@@ -85,7 +70,7 @@ def test_no_java_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_working_stand_in_scores(java) -> None:
-    java(WORKING)
+    java(METEOR)
     score = meteor(60)
     assert score.value == 0.25 and score.per_image == [0.25] * 20
 
@@ -96,7 +81,7 @@ def test_a_working_stand_in_scores(java) -> None:
     [
         "import sys; sys.stdout.buffer.write(bytes(range(128, 256)) + b'\\n')",
         "import sys\nwhile True: sys.stdout.write('1' * 4096)",
-        WORKING.replace('"0.25"', '"zero"'),
+        METEOR.replace('"0.25"', '"zero"'),
     ],
 )
 def test_prints_garbage(java, program: str) -> None:

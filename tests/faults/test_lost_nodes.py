@@ -29,7 +29,7 @@ pytestmark = pytest.mark.proof
 
 
 def settings(url: str, name: str, num_stages: int = 1) -> dict[str, Any]:
-    """Stages that two workers train; shards are small, so that an extraction has a middle."""
+    """Stages that two workers train. Shards are small, so that a fault can hit the middle of an extraction."""
     values = small_config({"uri": f"s3://data/{name}", "endpoint_url": url}, name=name)
     values["stages"] = values["stages"][:num_stages]
     values["stages"][0] |= {"epochs": 30, "validate_every_epochs": 10}
@@ -155,7 +155,7 @@ def terminate_a_worker(cluster: Cluster, log: Path) -> None:
 
 
 def printed(cluster: Cluster, *command: str) -> str:
-    """What a program prints that runs on the head and must succeed."""
+    """The output of a program on the head, which must succeed."""
     log = cluster.folder / "printed.txt"
     assert cluster.start(HEAD, command, log).wait(300) == 0, log.read_text()
     return log.read_text()

@@ -61,7 +61,7 @@ class Service:
         }
 
     def is_whole(self) -> bool:
-        """Whether every replica runs that should, and Ray Serve has seen the end of the killed ones."""
+        """True if all replicas run and Ray Serve has noticed that the killed ones have ended."""
         running = self.running()
         if self.killed & {pid for pids in running.values() for pid in pids}:
             return False
@@ -74,7 +74,7 @@ class Service:
         psutil.Process(pid).kill()
 
     def lose_a_node(self) -> None:
-        """Kills all processes of a worker node that has captioners and not the ingress."""
+        """Kills all processes of a worker node with captioners. The node with the ingress is spared."""
         for node in self.cluster.nodes[1:]:
             captioners = processes(node, "captioner-")
             if captioners and not processes(node, ":ingress"):

@@ -36,7 +36,7 @@ def test_a_run_survives_an_outage_in_every_part(tmp_path: Path, monkeypatch: pyt
                 lines.append(line)
                 if line.startswith("evaluate  ") and " with beam " in line:
                     plan_outage(url, OUTAGE_S)
-                    plan_outage(url, 0, at="/report.html")  # the registration comes next
+                    plan_outage(url, 0, at="/report.html")  # so that the outage begins before the registration
                     plan_outage(url, OUTAGE_S, at="/tracked.json")
             code = process.wait()
         finally:

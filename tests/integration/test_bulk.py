@@ -21,7 +21,7 @@ from tests.support.bundles import make_bundle, write_images
 def test_ray_data_gives_what_one_process_gives(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name need not be UTF-8."""
+    """One image has a name that is not UTF-8."""
     names, bundle = write_images(tmp_path / "images", 70), str(make_bundle(tmp_path / "bundle"))
     Path(names[5]).write_bytes(b"")
     names[7] = str(Path(names[7]).rename(tmp_path / "images" / "\udcff.png"))

@@ -90,7 +90,9 @@ def test_the_losses_belong_to_the_results_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_captions_and_scores_belong_to_the_results_version(tmp_path: Path, system: str) -> None:
-    """All captions but one are the recorded ones, because of near ties on other processors. Scores are equal."""
+    """At most one caption may differ from the recorded ones, because other processors decide near ties otherwise.
+
+    The scores of the recorded captions are equal."""
     recorded = json.loads(CAPTIONS.read_text())
     assert recorded.pop("results_version") == RESULTS_VERSION, "record the captions of this RESULTS_VERSION again"
     folder, found = captions_of(tmp_path, system)

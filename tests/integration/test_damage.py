@@ -36,7 +36,7 @@ class World(NamedTuple):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Every validation is better than those before, so that each checkpoint refers to best weights of its own."""
+    """Every validation is better than the ones before. Therefore each checkpoint refers to best weights of its own."""
     root = tmp_path_factory.mktemp("world")
     stage = small_config(root)["stages"][0] | {"validate_every_epochs": 0.2}
     folder, store = prepare_run(root, stages=[stage])

@@ -23,10 +23,6 @@ def broken(*_: Any, **__: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
 
-def meteor(predictions: list[Any], *_: Any) -> tuple[float, list[float]]:
-    return 0.25, [0.25] * len(predictions)
-
-
 def spice(predictions: list[Any], *_: Any) -> list[float]:
     return [0.5] * len(predictions)
 
@@ -34,7 +30,6 @@ def spice(predictions: list[Any], *_: Any) -> list[float]:
 @pytest.fixture
 def trained(tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run with trained stages, which lacks its evaluation."""
-    monkeypatch.setattr("raycap.pipeline.evaluation.scores.java.meteor", meteor)
     monkeypatch.setattr("raycap.pipeline.evaluation.scores.java.spice", spice)
     monkeypatch.setattr("raycap.jobs.run.why_unavailable", lambda name: None)  # as where Java is installed
     folder, store = prepare_region_run(tmp_path, MESHED_MEMORY, tracking={"enabled": True})

@@ -1,4 +1,4 @@
-"""`raycap evaluate` on Ray: one model, an ensemble, a comparison, the server's file, and unreadable images."""
+"""`raycap evaluate`: one model, an ensemble, a comparison, the server's file, and unreadable images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import yaml
 from PIL import Image
 
 from raycap.jobs.evaluate import evaluate
@@ -24,37 +23,28 @@ from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, TaskMode
 from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.features.store import mark_complete, write_shard
 from raycap.pipeline.storage.path import storage_path
-from tests.conftest import ROOT, small_config, write_karpathy
+from tests.conftest import ROOT, colors_config
 from tests.support.bundles import make_bundle
 from tests.support.golden import EXPANSIONNET, GOLDEN
 from tests.support.golden import import_expansionnet as imported
+from tests.support.runs import write_config
 from tests.unit.score_inputs.test_encoders import write_tiny_clip
 
 
 def configuration(folder: Path) -> Path:
     """Writes a data set and a configuration."""
-    write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
-    data = small_config(folder / "results")
-    data["data"] = {
-        "root": str(folder / "images"),
-        "annotations": "dataset.json",
-        "images": ".",
-        "test_splits": ["test"],
-    }
-    data["data"] |= {"train_splits": ["train"], "val_split": "val", "min_count": 1}
-    data["evaluation"] = {"beam_size": 3, "max_length": 9, "batch_size": 2, "num_results": 2}
-    data["workers"]["num_workers"] = 2
-    (folder / "run.yaml").write_text(yaml.safe_dump(data))
-    return folder / "run.yaml"
+    values = colors_config(folder)
+    values["evaluation"] = {"beam_size": 3, "max_length": 9, "batch_size": 2, "num_results": 2}
+    values["workers"]["num_workers"] = 2
+    return write_config(folder / "run.yaml", values)
 
 
 def scores(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "scores.json").read_text())["splits"]["test"]
 
 
-@pytest.mark.ray
 def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
+    tmp_path: Path, log_lines: list[str], without_ray: None
 ) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
@@ -80,9 +70,8 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
 
 
-@pytest.mark.ray
-def test_further_metrics_are_computed_for_both_models(tmp_path: Path, ray_session: None) -> None:
-    """With several captions per image, and with the images themselves."""
+def test_further_metrics_are_computed_for_both_models(tmp_path: Path, without_ray: None) -> None:
+    """Some metrics need several captions per image, and some need the images."""
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     other = str(make_bundle(tmp_path / "b", seed=1))
     write_tiny_clip(tmp_path / "clip.safetensors")
@@ -136,8 +125,7 @@ def test_images_of_cocos_server_are_captioned_and_scored_where_they_have_referen
     assert "scores" not in splits["test2014"] and "CIDEr-D" in splits["val2014"]["scores"]
 
 
-@pytest.mark.ray
-def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, ray_session: None) -> None:
+def test_the_ranking_and_repeated_words_are_as_configured(tmp_path: Path, without_ray: None) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
     settings = ["evaluation.num_results=3", "evaluation.beam_size=3"]
     published = [*settings, "evaluation.ranking=sum", "evaluation.collapse_repeats=true"]

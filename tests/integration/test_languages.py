@@ -31,7 +31,7 @@ SCENES = {"num_images": 60, "image_size": 32, "seed": 3}
 
 
 def changes(folder: Path, language: str, tokenizer: str) -> dict[str, Any]:
-    """The keys of a run on scenes, whose captions in hi are a data set in a folder."""
+    """The keys of a run on scenes in a language. The captions in hi, which has no grammar, are written to a folder."""
     keys = {"data__tokenizer": tokenizer, "data__subword_vocabulary": 400, "evaluation__max_length": 20}
     if language != "hi":
         return keys | {"data__synthetic": SCENES | {"language": language}, "data__language": language}

@@ -33,7 +33,8 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         if each.status == psutil.CONN_LISTEN:
             sockets.setdefault(" ".join(process.cmdline())[:200], []).append(each.laddr.ip)
 from ray._private.worker import _global_node as node
-print(json.dumps({"sockets": sockets, "folder": node.get_session_dir_path(), "mode": os.environ["RAY_AUTH_MODE"]}))
+print(json.dumps({"sockets": sockets, "folder": node.get_session_dir_path(), "mode": os.environ["RAY_AUTH_MODE"],
+    "token": len(os.environ["RAY_AUTH_TOKEN"])}))
 """
 
 
@@ -49,8 +50,7 @@ def test_a_local_ray_is_for_this_user_alone(tmp_path: Path) -> None:
     assert "gcs_server" in names and "raylet" in names and len(found["sockets"]) > 3
     for name, addresses in found["sockets"].items():
         assert {each.removeprefix("::ffff:") for each in addresses} <= {"127.0.0.1", "::1"}, (name, addresses)
-    assert found["mode"] == "token"
-    token = tmp_path / ".ray" / "auth_token"
-    assert token.stat().st_mode & 0o777 == 0o600
+    assert found["mode"] == "token" and found["token"] == 64
+    assert not (tmp_path / ".ray" / "auth_token").exists(), "Ray would let everybody read it"
     private = Path(found["folder"]).parents[1]
     assert private.name == f"raycap-{os.getuid()}" and private.stat().st_mode & 0o777 == 0o700

@@ -183,7 +183,9 @@ def test_a_run_delivers_its_best_stage_or_its_last_one(
 
 
 def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SCST whose validation falls is stopped; broken off before its result is written, it ends in the same way."""
+    """SCST stops when its validation falls.
+
+    If the stage is broken off before its result is written, the next attempt ends it in the same way."""
     stages = small_config(tmp_path)["stages"]
     stages[2] |= {"epochs": 4, "validate_every_epochs": 1}
     folder, store = prepare_run(tmp_path, stages=stages)
@@ -211,7 +213,7 @@ def test_a_collapse_ends_the_stage_and_is_not_kept(tmp_path: Path, monkeypatch: 
     ids=["checkpoint", "validation"],
 )
 def test_a_loss_that_a_gpu_would_report_late_is_never_saved(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """The numbers are read before the next checkpoint or validation, and name their step. The log says nothing yet."""
+    """The losses are read before the next checkpoint or validation, and the error names the step."""
     stages = [small_config(tmp_path)["stages"][0] | {"epochs": 4} | changes]
     folder, store = prepare_run(tmp_path, stages=stages, workers__log_every_steps=1000)
     run = StageRun(LocalContext("cpu"), folder, folder.config.stages[0], StageJob(folder, STAGES[:1], store))
@@ -245,7 +247,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
 
 
 def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut off in the middle of a stage while the same driver starts others, which go on from the last checkpoint."""
+    """In the middle of a stage, their driver starts other workers, which continue from the last checkpoint."""
     folder, store = prepare_run(tmp_path)
     job = StageJob(folder, STAGES[:1], store, driver_token=folder.new_driver_token())
     step = StageRun.step
@@ -265,7 +267,7 @@ def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: p
 
 
 class NoticedContext(LocalContext):
-    """A worker that gets a notice before the step with the number `notice_at`, if it gets one."""
+    """A worker that gets a notice before step `notice_at`. If this is None, it gets no notice."""
 
     def __init__(self, notice_at: int | None = None) -> None:
         super().__init__("cpu")
@@ -309,7 +311,8 @@ class StoppedContext(LocalContext):
 
 
 def test_a_stop_saves_the_step_and_ends(tmp_path: Path, undisturbed: RunFolder) -> None:
-    """In the middle of a stage; at its last step, which is validated, so that the next stage stops; then to the end."""
+    """The first stop is in the middle of a stage. The second one is at its last step: this step is validated, and the
+    next stage stops at its first step. Then training runs to the end."""
     stages = [stage | {"checkpoint_every_steps": 500} for stage in small_config(tmp_path)["stages"]]
     folder, store = prepare_run(tmp_path, stages=stages, features=VIEWS)
     job = StageJob(folder, STAGES[:2], store)
@@ -356,8 +359,8 @@ def save_steps(context: LocalContext, folder: Path, store: Path, name: str, out:
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """Twenty optimizer steps of two DDP processes and of one, captions of different lengths.
 
-    In float64 the same weights to rounding; in float32, with the paper's RAdam, the same losses, also with gradients
-    that are exchanged in bfloat16.
+    In float64 the weights are equal up to rounding. In float32, with the paper's RAdam, the losses are equal. This also
+    holds if gradients are exchanged in bfloat16.
     """
     cases = []
     for name, gradient_accumulation_steps, precision in (
@@ -432,7 +435,7 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
 
 
 def test_validations_score_captions_as_the_evaluation_does(tmp_path: Path) -> None:
-    """Collapsed words are collapsed before the score that chooses weights and ends stages."""
+    """With `collapse_repeats`, words are collapsed before the score that chooses weights and ends stages."""
     scores = []
     for collapses in (False, True):
         place = tmp_path / str(collapses)

@@ -22,7 +22,7 @@ from tests.support.runs import with_features
 CONFIGS = ROOT / "raycap" / "configs"
 DOMAINS = {"in-domain": range(3), "near-domain": range(3, 6), "out-domain": range(6, 9)}
 SCENES = ("a dog on the grass", "a red ball and a dog", "a man with a ball", "the grass is red")
-NOVEL = "seahorse"  # in no caption; it has a vector and is among the classes
+NOVEL = "seahorse"  # a word of no training caption, which has a vector and is among the classes
 SMALL = {
     "model.d_model": 16, "model.d_ff": 16, "model.num_heads": 2, "model.num_encoder_layers": 1,
     "model.num_decoder_layers": 1, "workers.num_workers": 1, "workers.gpus_per_worker": 0, "workers.cpus_per_worker": 1,
@@ -101,8 +101,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "system", [pytest.param(name, marks=[pytest.mark.proof] * (name != "clustformer")) for name in SYSTEMS]
 )
-def test_a_model_is_trained_on_coco_and_scored_on_nocaps(files: Path, system: str, ray_session: None) -> None:
-    """Its stages train without Ray. Constraints, 2 of 3, put a word into captions that no training caption has."""
+def test_a_model_is_trained_on_coco_and_scored_on_nocaps(
+    files: Path, system: str, ray_session: None, without_ray: None
+) -> None:
+    """Captions must hold two of three words, of which one is in no training caption."""
     stages, settings = SYSTEMS[system]
     values = SMALL | settings | {"storage": files / "results", "data.min_count": 1}
     values |= {

@@ -78,7 +78,7 @@ def weights(folder: RunFolder, stage: str) -> list[tuple[str, torch.Tensor]]:
 def test_the_weights_are_bit_identical_also_after_a_kill(
     tmp_path: Path, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cross entropy and SCST, the latter after a stage that trains the backbone. Each stage is broken off once."""
+    """SCST follows a stage that trains the backbone. Each stage is broken off once."""
     stored, on_the_fly = (prepare_run(tmp_path / store, store=store, **features) for store in ("always", "never"))
     expected = train(stored)
     broken = break_each_stage_once(monkeypatch, 2)
@@ -125,7 +125,7 @@ def test_an_image_that_cannot_be_decoded_ends_training_with_its_name(tmp_path: P
 @pytest.mark.proof
 @pytest.mark.ray
 def test_a_run_keeps_no_features_of_training_images(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
-    """Also where many new images would be read by an extraction. The storage decides the precision of all workers."""
+    """This also holds if there are so many new images that an extraction would read them."""
     values = small_config(tmp_path / "results", features={"store": "never", "max_images_for_tasks": 0})
     file = str(write_config(tmp_path / "run.yaml", values))
     assert main(["extract", file, "--verify"]) == 0

@@ -1,8 +1,7 @@
 """Every command on a cluster whose nodes share no disk, with the storage on S3: two workers, and a head without CPUs.
 
 Every process asks for a GPU, which the nodes have by number only, so that the placement on GPUs is tested without any.
-The tests build on each other in this order, as one user's work does: features, a run, its evaluation, captions, a
-search, and retraining. tests/faults/test_lost_nodes.py has the faults.
+The first test that needs a trained run makes it, and the others use it. tests/faults/test_lost_nodes.py has the faults.
 """
 
 from __future__ import annotations
@@ -59,9 +58,21 @@ def world(s3: str) -> Iterator[World]:
         yield World(cluster, s3)
 
 
+@pytest.fixture(scope="module")
+def extraction(world: World) -> str:
+    """The output of an extraction that was submitted."""
+    return world.submitted("extract", world.config)
+
+
+@pytest.fixture(scope="module")
+def training(world: World) -> str:
+    """The output of a run whose driver is on the head."""
+    return world.joined("run", world.config)
+
+
 @pytest.mark.proof
 def test_doctor(world: World) -> None:
-    """A job on the cluster asks the nodes, one of which cannot make its cache; then all answer the joined driver."""
+    """First a job on the cluster finds that one node cannot make its cache. Then a joined driver finds no failure."""
     cache = world.cluster.folder / "disks" / "1" / "disk" / "cache"
     cache.touch()
     words = ("doctor", world.config, "--address", world.cluster.dashboard)
@@ -76,27 +87,29 @@ def test_doctor(world: World) -> None:
     assert re.search(r"warn  node gpus .*can use 0 GPUs, and 1 are wanted", output)
 
 
-def test_extract(world: World) -> None:
-    assert "job" in (output := world.submitted("extract", world.config)) and "succeeded" in output
+@pytest.mark.proof
+def test_extract(world: World, extraction: str, training: str) -> None:
+    """The run finds the features in the storage: this module trains it after the extraction if all tests run."""
+    assert "job" in extraction and "succeeded" in extraction
     (store,) = {name.split("/")[0] for name in (world.storage / "features").list()}
-    assert f"{store}: 60 images" in output
+    assert f"{store}: 60 images" in extraction
+    assert "52 of 52 images there, 0 to compute" in training
 
 
-def test_run(world: World) -> None:
-    output = world.joined("run", world.config)
-    assert "52 of 52 images there, 0 to compute" in output, "the extraction before has the run's features"
-    assert "registration" in output and "finished in" in output
+def test_run(world: World, training: str) -> None:
+    assert "registration" in training and "finished in" in training
     (run,) = {name.split("/")[0] for name in (world.storage / "runs").list()}
     for name in ("scores.json", "report.html", "COMPLETE.json"):
         assert (world.storage / "runs" / run / name).exists()
     assert (world.storage / "models" / "demo" / run / "model.safetensors").exists()
 
 
-def test_evaluate(world: World) -> None:
+@pytest.mark.proof
+def test_evaluate(world: World, training: str) -> None:
     assert "CIDEr-D" in world.joined("evaluate", world.config, "--split", "test")
 
 
-def test_caption(world: World, tmp_path: Path) -> None:
+def test_caption(world: World, training: str) -> None:
     """Images on S3 are captioned by an actor that reads the bundle from S3."""
     models = world.storage / "models" / "demo"
     run = next(name.split("/")[0] for name in models.list() if name.endswith("/model.safetensors"))
@@ -123,6 +136,7 @@ def test_a_submitted_caption_reads_and_writes_s3(world: World, tmp_path: Path) -
     assert len({row["image"] for row in rows}) == len(rows) == 10 and all(row["caption"] for row in rows)
 
 
+@pytest.mark.proof
 def test_tune(world: World) -> None:
     search = world.write_search("search", {"gpus": 1}, [1, 2])
     output = world.submitted("tune", search)
@@ -136,7 +150,7 @@ def test_tune(world: World) -> None:
 
 @pytest.mark.proof
 def test_a_trial_on_two_workers(world: World) -> None:
-    """Its process runs Ray Train, whose workers are on both nodes, and reads their journal from the storage."""
+    """The trial's process runs Ray Train with a worker on each node, and reads their journal from the storage."""
     search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
     output = world.joined("tune", search)
     assert "2 x 1 CPU, 1 GPU each" in output and re.search(r"N_E 1\s+finished", output)
@@ -147,6 +161,7 @@ def test_a_trial_on_two_workers(world: World) -> None:
     assert record["reports"] and record["costs"]["seconds"] > 0
 
 
+@pytest.mark.proof
 def test_retrain(world: World) -> None:
     assert "decision  first" in world.joined("retrain", world.config)
     assert "the champion stays" in world.submitted("retrain", world.config)

@@ -23,7 +23,6 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.batches import Batches, CaptionTokens
 from raycap.pipeline.training.dry_run import dry_run
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from tests.support.captioning import Captioning
 from tests.support.features import positions
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
 
@@ -54,7 +53,7 @@ def test_a_system_trains_validates_and_captions_on_regions(tmp_path: Path, syste
 @pytest.mark.parametrize("system", [MESHED_MEMORY, CLUSTERED], ids=lambda system: system["name"])
 @pytest.mark.parametrize("stage", FROZEN_STAGES)
 def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[str, Any], stage: str) -> None:
-    """What pads a row changes nothing; other lengths do, and other boxes for the model that arranges by them."""
+    """Padding changes no gradient, and other lengths do. Other boxes do if the model arranges regions by them."""
     folder, store = prepare_region_run(tmp_path, system)
     run = StageRun(LocalContext("cpu"), folder, folder.config.stage(stage), StageJob(folder, FROZEN_STAGES, store))
     (batch,) = run.batches.at(0)
@@ -102,9 +101,7 @@ def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
         assert values is not None and expected_values is not None and np.array_equal(values.numpy(), expected_values)
 
 
-def test_retraining_captions_the_held_out_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.start_ray", lambda *_: None)
-    monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.caption_on_cluster", Captioning())
+def test_retraining_captions_the_held_out_regions(tmp_path: Path, without_ray: None) -> None:
     folder, _ = prepare_region_run(tmp_path, MESHED_MEMORY, workers__num_workers=1)
     bundle, part = bundle_run(folder), folder.dataset.split("test")
     scores = RayWork(None).evaluate(storage_path(bundle), bundle_digests(bundle), part, folder.config)

@@ -29,7 +29,7 @@ MESHED_SETTINGS = ["--set", "model.num_heads=4", "--set", "model.attended_region
 
 
 def write_splits(folder: Path, words: list[str]) -> dict[int, list[str]]:
-    """Karpathy's file for three test images and one of training, in its layout. Returns the test captions."""
+    """Writes Karpathy's file for three test images and one training image. Returns the captions of the test images."""
     generator = np.random.default_rng(3)
     entries, references = [], {}
     for number, image in enumerate((*IDS, 7)):
@@ -46,7 +46,7 @@ def write_splits(folder: Path, words: list[str]) -> dict[int, list[str]]:
 
 
 def cider(references: dict[int, list[str]], captions: dict[int, str]) -> float:
-    """CIDEr-D as pycocoevalcap computes it on words that its tokenizer would leave as they are."""
+    """CIDEr-D by pycocoevalcap, for captions that its tokenizer would not change."""
     value, _ = Cider().compute_score(references, {image: [caption] for image, caption in captions.items()})
     return float(value)
 
@@ -55,6 +55,7 @@ def scores(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "evaluation" / "scores.json").read_text())
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_expansionnet_from_its_published_files(tmp_path: Path, ray_session: None, log_lines: list[str]) -> None:
     files = tmp_path / "the files"

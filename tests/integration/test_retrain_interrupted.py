@@ -52,7 +52,7 @@ def test_of_two_concurrent_calls_one_does_nothing(world: World) -> None:
 
 
 class Killed(BaseException):
-    """Stands for kill -9: the lease is not released."""
+    """Stands for kill -9, after which the lease is not released."""
 
 
 def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str]:
@@ -80,15 +80,19 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
     return done
 
 
-# The minimum number of writes: lease, token, (two files of a bundle), snapshot, record, page, champion.json. Renewals
-# of the lease add some.
+# The smallest number of writes: lease, token, two files of a bundle if it is promoted, snapshot, record, page and
+# champion.json. Renewals of the lease add to it.
 WRITES = {"promoted": 8, "kept": 6}
 
 
-KEPT = pytest.param(("disk", "kept"), marks=pytest.mark.proof)
+def cases(quick: tuple[str, str]) -> pytest.MarkDecorator:
+    """Where the storage is and the expected verdict. `make test` runs `quick` only."""
+    every = (("disk", "promoted"), ("disk", "kept"), ("s3", "promoted"))
+    params = [pytest.param(each, id="-".join(each), marks=[pytest.mark.proof] * (each != quick)) for each in every]
+    return pytest.mark.parametrize("ahead", params, indirect=True)
 
 
-@pytest.fixture(params=[("disk", "promoted"), KEPT, ("s3", "promoted")], ids=str)
+@pytest.fixture
 def ahead(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Iterator[World]]:
@@ -117,6 +121,7 @@ def ahead(
     return verdict, worlds()
 
 
+@cases(("disk", "promoted"))
 def test_killed_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, worlds = ahead
 
@@ -146,6 +151,7 @@ def test_killed_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatc
             return
 
 
+@cases(("s3", "promoted"))
 def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each write in turn, a retraining is suspended while another one runs to its end."""
     verdict, worlds = ahead
@@ -175,7 +181,7 @@ def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeyp
 def test_a_process_suspended_between_check_and_write_is_fenced_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process finds bad data and decides nothing; its token alone fences out the suspended one."""
+    """Another process finds bad data and decides nothing. Its token is enough to fence out the suspended process."""
     first(world)
     world.add("train", 20, range(3, 8))
     monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)

@@ -27,7 +27,7 @@ class Small(World):
 def test_a_retraining_lists_the_data_once_and_reads_each_new_image_once(
     tmp_path: Path, s3: str, ray_session: None
 ) -> None:
-    """Images are read to check, extract, train and compare them, and to show them on both pages."""
+    """A retraining checks images, extracts features, trains, compares, and shows images on two pages."""
     world = Small(tmp_path, s3)
     prefix = world.data.uri.removeprefix("s3://data/")
 
@@ -36,7 +36,7 @@ def test_a_retraining_lists_the_data_once_and_reads_each_new_image_once(
         before = len(reads(s3))
         assert main(["retrain", str(world.path())]) == 0
         asked = [request for request in reads(s3)[before:] if prefix in request]
-        # a command begins with a request for one name, to see whether the server answers
+        # a command first asks for one name, to see whether the server answers
         listings = sum("list-type=2" in request and "max-keys=1&" not in f"{request}&" for request in asked)
         return listings, Counter(request.partition("?")[0][-8:] for request in asked if "/images/" in request)
 

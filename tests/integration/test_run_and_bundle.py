@@ -30,10 +30,8 @@ QUICK = [(0, "never"), (2, "always")]  # `make proof` tests the others
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Java. The captions of even images are good, so that a confidence can be fitted on few of them."""
-    java, evaluator = "raycap.pipeline.evaluation.scores.java", "raycap.pipeline.evaluation"
-    monkeypatch.setattr(f"{java}.meteor", lambda texts, *_: (0.25, [0.25] * len(texts)))
-    monkeypatch.setattr(f"{java}.spice", lambda texts, *_: ([0.5] * len(texts), {}))
+    """The captions of even images are good, so that a confidence can be fitted on few of them."""
+    evaluator = "raycap.pipeline.evaluation"
     monkeypatch.setattr(f"{evaluator}.confidence.MIN_IMAGES", 4)
     monkeypatch.setattr(
         f"{evaluator}.evaluate.main_object_hits", lambda captions, *_: {image: image % 2 == 0 for image in captions}

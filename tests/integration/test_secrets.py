@@ -33,7 +33,7 @@ MARKS = {
     "RAY_AUTH_TOKEN": "marked-ray-token-0004-marked-ray-token-0004",
     "MLFLOW_TRACKING_TOKEN": "marked-mlflow-token-0008",
 }
-EXPERIMENT, WORDS = "marked-experiment-0009", "marked-words-0010"  # the first is a name in the tracker's database
+EXPERIMENT, WORDS = "marked-experiment-0009", "marked-words-0010"  # the tracker's database has the first
 USER, PASSWORD = "marked-user-0005", "marked-password-0006"
 LOGIN = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 SECRETS = [*MARKS.values(), USER, PASSWORD, LOGIN, "marked-query-0007", WORDS]

@@ -16,7 +16,7 @@ from raycap.jobs.evaluate import evaluate
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
-from tests.conftest import small_config, write_karpathy
+from tests.conftest import colors_config, small_config
 from tests.support.bundles import make_bundle
 from tests.support.runs import (
     STAGES,
@@ -78,20 +78,10 @@ def test_training_after_another_run_in_the_same_process_gives_the_same_weights(t
     assert not all(torch.equal(other[name], value) for name, value in before.items())
 
 
-def configuration(folder: Path) -> Path:
-    """Writes a data set and a configuration for bundles of `make_bundle`."""
-    write_karpathy(folder / "images", {"train": 4, "val": 2, "test": 5})
-    data = small_config(folder / "results")
-    data["data"] = {"root": str(folder / "images"), "annotations": "dataset.json", "images": ".", "min_count": 1}
-    data["data"] |= {"train_splits": ["train"], "val_split": "val", "test_splits": ["test"]}
-    return write_config(folder / "run.yaml", data)
-
-
-@pytest.mark.ray
 def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
+    tmp_path: Path, log_lines: list[str], without_ray: None
 ) -> None:
-    config, out = configuration(tmp_path), tmp_path / "out"
+    config, out = write_config(tmp_path / "run.yaml", colors_config(tmp_path)), tmp_path / "out"
     bundles = [str(make_bundle(tmp_path / f"bundle-{number}", seed=number)) for number in range(4)]
     assert evaluate(config, models=bundles[:2], seeds=2, compared=bundles[2:], out=str(out)) == 0
     summary = json.loads((out / "scores.json").read_text())
@@ -123,6 +113,7 @@ def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    config = write_config(tmp_path / "run.yaml", colors_config(tmp_path))
     with pytest.raises(UserError, match=words):
-        evaluate(configuration(tmp_path), **options, out=str(tmp_path / "out"))
+        evaluate(config, **options, out=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

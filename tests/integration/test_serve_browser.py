@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import uvicorn
 import raycap
 from tests.support.bundles import make_bundle, with_confidence
 from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
+from tests.support.ray_cluster import free_port
 from tests.support.serving import LocalCaptioners, host_of, local_client
 
 PROGRAM = find_chromium()
@@ -43,9 +43,7 @@ class Opened(NamedTuple):
 @contextmanager
 def running(app: Any) -> Iterator[str]:
     """The address of a server in a thread."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

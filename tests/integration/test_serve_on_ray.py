@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,16 +27,11 @@ from raycap.pipeline.serving.settings import Limits, ServeArguments
 from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, with_confidence, write_images
+from tests.support.ray_cluster import free_port
 from tests.support.serving import as_files, captions_by_digest, crown, is_right
 
 pytestmark = pytest.mark.ray
 BATCH = 8
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Served:
@@ -65,7 +59,7 @@ class Served:
         return self.client.post("/caption", files=as_files(*names), data={"model": model})
 
     def is_right(self, answer: httpx2.Response, *names: str) -> bool:
-        """Whether the captions are those of the model that the answer names."""
+        """True if the captions are those of the model that the answer names."""
         return is_right(answer.json(), names, self.captions)
 
 

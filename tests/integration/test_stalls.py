@@ -22,7 +22,9 @@ WORKERS = WorkersSection()
 
 
 def numbers(count: int, marker: Path | None = None, always: bool = False) -> Iterator[int]:
-    """Yields 0, 1, ... The process is killed in the middle of the first attempt if there is a marker, or of each."""
+    """Yields 0, 1, ... If a marker is given, the process is killed in the middle of the first attempt.
+
+    always: it is killed in the middle of every attempt."""
     for number in range(count):
         if marker is not None and number == count // 2 and (always or not marker.exists()):
             marker.touch()

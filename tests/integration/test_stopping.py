@@ -33,7 +33,9 @@ from tests.support.runs import (
 def trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], first: dict[str, Any], second: dict[str, Any]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Two stages of 8 epochs whose validations, one an epoch, have these scores; the run and its journal."""
+    """Trains two stages of 8 epochs. Returns the run and its journal.
+
+    scores: of the validations, of which there is one in each epoch."""
     stages = [stage for stage in small_config(tmp_path)["stages"] if not stage.get("train_backbone")]
     for stage, settings in zip(stages, (first, second), strict=True):
         stage |= {"epochs": 8, "batch_size": 16, "validate_every_epochs": 1, "lr": 1e-3}
@@ -50,7 +52,7 @@ def trained(
 def test_patience_ends_a_stage_and_the_next_begins_from_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cross entropy: two in a row below the best end it. SCST: a better one between starts the count anew."""
+    """Cross entropy ends after two validations in a row below the best. In SCST a better one restarts the count."""
     scores = [1.0, 3.0, 2.9, 2.8, *(3.0, 3.1, 3.0, 3.2, 3.1, 3.1)]
     started: list[dict[str, torch.Tensor]] = []
     original = StageRun.run
@@ -71,7 +73,7 @@ def test_patience_ends_a_stage_and_the_next_begins_from_the_best(
 
 
 def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x 0.5 after each two validations in a row that did not beat the best, on top of the schedule's decay."""
+    """After two validations in a row that did not beat the best, the rate is halved, besides the schedule's decay."""
     decay = {"schedule": {"name": "hyperbolic", "decay": 0.8, "decay_every_epochs": 5}}
     plateau = {"plateau": {"factor": 0.5, "patience": 2}}
     falls = [3.0, 2.9, 2.9, 2.8, 3.1, 3.0, 2.9, 2.9]
@@ -93,12 +95,12 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_signal_during_training_saves_a_checkpoint(
     tmp_path: Path, ray_session: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGTERM, then the rest: the weights are those of an undisturbed run."""
+    """After SIGTERM the stage is continued, and its weights are those of an undisturbed run."""
     statuses: list[str | None] = []
     monkeypatch.setattr(Tracker, "close", lambda self, status: statuses.append(status))
     # Ray Data warns of its own deprecated options when it is imported, which another test may have done
     monkeypatch.setattr("warnings.showwarning", lambda *_, **__: None)
-    stage = small_config(tmp_path)["stages"][1] | {"epochs": 100, "validate_every_epochs": 50}
+    stage = small_config(tmp_path)["stages"][1] | {"epochs": 20, "validate_every_epochs": 10}
     stage |= {"checkpoint_every_steps": 10**6}
     settings = {"stages": [stage], "workers__dry_run": False}
     config = write_config(tmp_path / "run.yaml", small_config(tmp_path / "stopped", **settings))
@@ -116,7 +118,7 @@ def test_a_signal_during_training_saves_a_checkpoint(
 
 
 def run_and_signal(config: Path, number: signal.Signals, after: int) -> int:
-    """`raycap run` in this process, which gets the signal when training has logged some steps; its exit code."""
+    """The exit code of `raycap run` in this process, which gets the signal after `after` logged steps."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
 
     def send(message: str) -> None:

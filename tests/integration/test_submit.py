@@ -84,7 +84,9 @@ def raycap(cluster: Cluster, *words: str, token: str | None = None) -> subproces
 @pytest.mark.proof
 @pytest.mark.ray
 def test_a_job_on_a_cluster_with_a_token(tmp_path: Path) -> None:
-    """Without one and with a wrong one: a sentence each, exit 2. With it: the job's log and its exit code, 0 or 1."""
+    """Without the token and with a wrong one, the command says a sentence and exits with 2.
+
+    With it, the command prints the job's log and has the job's exit code."""
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
     with ray_cluster(TOKEN) as cluster:

@@ -22,7 +22,7 @@ ITEM = "_local_scalar_dense"
 
 
 def step_of(tmp_path: Path, name: str) -> Operations:
-    """The operations of a training step, with the checks that a GPU has. The step before it fills caches."""
+    """The operations of a training step, with the checks that a GPU has. Another step is made before to fill caches."""
     folder, store = prepare_run(tmp_path, stages=small_config(tmp_path)["stages"])
     run = StageRun(LocalContext("cpu"), folder, folder.config.stage(name), StageJob(folder, STAGES, store))
     run.captioner.train()
@@ -51,7 +51,8 @@ def test_a_step_of_scst_waits_only_for_samples_and_rewards(tmp_path: Path, monke
 
 
 def test_a_beam_search_waits_at_every_fourth_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its results are those of a search that asks after each step, and a step has a bounded number of operations."""
+    """The search asks at every fourth step whether all captions have ended, and finds what a search finds that asks at
+    each step. The number of operations of a step is bounded."""
     torch.manual_seed(0)
     small = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 3}
     config = ExpansionNetConfig(static_expansion=(4, 8), dynamic_expansion=2, **small)  # type: ignore[arg-type]

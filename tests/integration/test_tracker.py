@@ -78,7 +78,7 @@ def runs_on(server: MlflowServer, run_id: str) -> tuple[Any, list[Any]]:
 
 
 def check_history(server: MlflowServer, folder: RunFolder) -> None:
-    """Every metric of the tracker against the journal: each step once, none missing, each with its value."""
+    """Compares the tracker's metrics with the journal: each step is there once, with its value."""
     from mlflow import MlflowClient
 
     client = MlflowClient(server.url)
@@ -100,7 +100,7 @@ def check_history(server: MlflowServer, folder: RunFolder) -> None:
 
 
 def complete(folder: RunFolder, tracker: Tracker) -> str | None:
-    """What a run does after its stages, with made up scores."""
+    """Does what a run does after its stages, with invented scores."""
     scores = {"test_CIDEr-D": 0.5}
     write_json(folder.path / "scores.json", {"splits": {"test": {"signature": "beam2"}}})
     write_json(folder.path / "predictions" / "test.json", [])
@@ -219,7 +219,7 @@ def test_a_tracker_that_answers_slowly_is_left_at_the_end(
 
 
 def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path, log_lines: list[str]) -> None:
-    """No server: its port accepts and is silent. One call's deadline, not one for each call."""
+    """The port accepts connections and never answers. The tracker waits for the deadline of one call, not of each."""
     folder, _ = prepare_run(tmp_path, seed=3)
     server = MlflowServer(tmp_path / "mlflow")
     folder = replace(folder, config=folder.config.model_copy(update={"tracking": _tracking(server)}))

@@ -37,7 +37,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_confidence_is_lower_on_novel_objects(results: Path) -> None:
-    """And calibrated on test, where the risk is monotone. By chance alone, the error would be 0.04 with 300 images."""
+    """On the test split it is calibrated, and the risk is monotone.
+
+    With 300 images, chance alone gives a calibration error of 0.04."""
     (scores,) = results.glob("runs/demo-*/scores.json")
     test, novel = (json.loads(scores.read_text())["splits"][split]["confidence"] for split in ("test", "novel"))
     print(f"mean {test['mean']:.3f} and {novel['mean']:.3f}, calibration error {test['calibration_error']:.3f}")

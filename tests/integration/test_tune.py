@@ -75,6 +75,7 @@ def check_tracker(storage: Path) -> None:
     assert sum({"CIDEr-D", "test_CIDEr-D"} <= run.data.metrics.keys() for run in children) == 2
 
 
+@pytest.mark.proof
 @pytest.mark.ray
 def test_when_every_trial_fails_the_exit_code_is_1(
     tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]
@@ -90,7 +91,7 @@ def test_when_every_trial_fails_the_exit_code_is_1(
 
 @pytest.mark.ray
 def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """One at a time; the second rate makes the captions worse than those of the initial weights."""
+    """Trials run one at a time. The second learning rate makes captions worse than those of the initial weights."""
     rows = [{LR: 1e-7}, {LR: 3e-2}, {LR: 1e-8}]
     asha = {"name": "asha", "grace_epochs": 1, "reduction": 2}
     changes: dict[str, Any] = {"scheduler": asha, "budget": {"concurrent": 1}, "trial": TRIAL | {"epochs": 4}}

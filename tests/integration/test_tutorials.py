@@ -24,11 +24,11 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 
 
 def with_keys(**values: Any) -> str:
-    """Options `--set`, for stages too, by keys with `__` in place of dots."""
+    """The options `--set` for these keys, which have `__` in place of dots."""
     return "".join(f" --set {key.replace('__', '.')}={value}" for key, value in values.items())
 
 
-# Models of seconds, whose captions have at least three words however little they have learned.
+# A model that trains in seconds. Its captions have at least three words, although it has learned little.
 SMALL_MODEL = {
     "backbone__image_size": 32,
     "backbone__embed_dim": 8,
@@ -130,7 +130,7 @@ def write_ssh(cluster: Cluster, place: Path) -> None:
 def test_private_disks(tmp_path: Path) -> None:
     """The storage is slow, and each step of the second stage waits for a checkpoint, so its 60 steps take a minute.
 
-    Thus the node is lost during the stage on a fast machine, too, and a slow one does not compute more for it.
+    So the node is lost during this stage even on a fast machine, and a slow machine does not have to compute more.
     """
     with s3_server(delay_s=0.1) as url:
         lose_a_node(tmp_path, url)

@@ -11,7 +11,7 @@ from raycap.pipeline.storage.s3 import Entry
 
 
 class Bucket:
-    """Objects on S3, and the names of those that were listed or asked for."""
+    """Objects on S3. It records which names were listed or asked for."""
 
     def __init__(self, names: list[str]) -> None:
         self.objects = {f"s3://bucket/{name}": Entry(1, name) for name in names}

@@ -24,7 +24,7 @@ WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat"]] * 3, 
 def make_bundle(
     folder: Path, seed: int = 0, backbone: bool = True, width: int = 16, protocol: Protocol = Protocol()
 ) -> Path:
-    """A bundle with random weights; a larger output weight makes its captions differ from image to image."""
+    """A bundle with random weights. Its output weights are enlarged, so that captions differ from image to image."""
     torch.manual_seed(seed)
     swin = Backbone(SWIN)
     sizes = ModelSizes(swin.width if backbone else width, len(WORDS), 12, WORDS.sos, WORDS.eos, WORDS.pad)
@@ -39,7 +39,7 @@ def make_bundle(
 
 
 def with_confidence(folder: Path) -> Path:
-    """The same bundle with a confidence in the captions of its own search, which differ from image to image."""
+    """The same bundle with a confidence in the captions of its own search."""
     bundle = load_bundle(folder)
     search = confidence_search(bundle.search, bundle.captioner.model.sizes.max_positions)
     store_results(storage_path(folder), make_confidence(search, bias=0.0))
@@ -47,7 +47,7 @@ def with_confidence(folder: Path) -> Path:
 
 
 def without_digests(folder: Path) -> Path:
-    """The same bundle as an older version wrote it, whose files may be changed."""
+    """The same bundle without its digests, so that its files may be changed."""
     (folder / "digests.json").unlink()
     return folder
 

@@ -14,7 +14,7 @@ SOURCES = ("raycap", "raycap_onnx")  # folders from which a wheel is built
 
 
 def own(paths: Iterable[Path]) -> list[Path]:
-    """The files and links among `paths` that git tracks, sorted. Without git all of them, without bytecode."""
+    """The files and links among `paths` that git tracks, sorted. Without git, all of them but bytecode."""
     tracked = None
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):

@@ -21,8 +21,8 @@ def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-# Scrolls to an element, waits until it is at rest, and returns its middle; `window.clicked` resolves to whether a
-# click hit it.
+# Scrolls to an element, waits until it is at rest, and returns its middle. `window.clicked` becomes true when a click
+# hits the element, and false when it hits another one.
 _REST = """(async () => {
   const e = document.querySelector(%s);
   let before = "", now = [];

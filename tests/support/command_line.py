@@ -11,7 +11,7 @@ from raycap.jobs.cli import root_command
 
 
 def parse(words: list[str]) -> Any:
-    """The context of `raycap WORDS`, with the command's values in `params`; raises for options that do not fit.
+    """The context of `raycap WORDS`, whose `params` has the command's values. Raises for options that do not fit.
 
     Configurations that the words name by a path need not exist, because a reader of the documents writes them.
     """

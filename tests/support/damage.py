@@ -27,5 +27,5 @@ def replace_by_garbage(path: Path) -> None:
 
 
 def flip_any(path: Path) -> None:
-    """Changes one bit at a place that depends on the file's name only."""
+    """Changes one bit of a file. The place depends on the file's name only."""
     flip(path, random.Random(path.name))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ SYSTEMS: dict[str, tuple[ModelConfig, bool]] = {
 
 
 def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0) -> Captioner:
-    """A captioner with random weights, in evaluation; its output weights make captions differ, also in length."""
+    """A captioner with random weights, in evaluation mode. Its output weights make captions differ, also in length."""
     torch.manual_seed(seed)
     swin = Backbone(SWIN) if has_backbone else None
     width = WIDTH if swin is None else swin.width
@@ -70,16 +73,24 @@ Export = Callable[[str], tuple[Path, Differences]]
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function of a system's name: the folder of its export, made once because it takes seconds, and its quality."""
-    root, made = tmp_path_factory.mktemp("exports"), dict[str, tuple[Path, Differences]]()
+    """A function of a system's name that gives the folder of its export, and how far its graphs differ from the model.
+
+    An export takes many seconds, so that the processes of pytest-xdist share it.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
 
     def export(name: str) -> tuple[Path, Differences]:
-        if name not in made:
-            folder = root / name.replace(" ", "_")
-            differences = export_captioner(make_captioner_bundle(name), folder, ExportSettings(source={"a": "b"}))
-            assert differences is not None
-            made[name] = folder, differences
-        return made[name]
+        folder = root / f"export {name}"
+        record = root / f"export {name}.json"
+        with (root / f"export {name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not record.exists():
+                differences = export_captioner(make_captioner_bundle(name), folder, ExportSettings(source={"a": "b"}))
+                assert differences is not None
+                record.write_text(json.dumps(asdict(differences)))
+        return folder, Differences(**json.loads(record.read_text()))
 
     return export
 

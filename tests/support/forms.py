@@ -152,7 +152,7 @@ def add_file(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def write_text_files(folder: Path, images: Sequence[Captioned]) -> dict[str, Any]:
-    """This form has no ids."""
+    """Writes a text file beside each image. This form has no ids."""
     shutil.rmtree(folder, ignore_errors=True)
     for image in images:
         write_images(folder / image.split, [image])

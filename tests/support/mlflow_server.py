@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.support.ray_cluster import free_port
+
 
 class MlflowServer:
-    """A server whose data outlive it. `store`: a database's URI; `artifacts`: a folder or an s3:// prefix."""
+    """A server whose data stay when it ends. store: a database's URI. artifacts: a folder or an s3:// prefix."""
 
     def __init__(self, folder: Path, store: str | None = None, artifacts: str | None = None) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.store, self.log = store or f"sqlite:///{folder / 'server.db'}", folder / "server.log"
         self.artifacts = artifacts or str(folder / "artifacts")
@@ -63,7 +63,7 @@ class MlflowServer:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """While the server is dead: the port accepts connections and never answers."""
+        """While the server is dead, makes its port accept connections and never answer."""
         with socket.socket() as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(("127.0.0.1", self.port))
@@ -88,7 +88,7 @@ def _accept(listening: socket.socket, held: list[socket.socket]) -> None:
 
 @contextmanager
 def mlflow_server(folder: Path, store: str | None = None, artifacts: str | None = None) -> Iterator[MlflowServer]:
-    """A running server; gone at the end, whatever was done to it."""
+    """A running server, which is killed at the end."""
     server = MlflowServer(folder, store, artifacts)
     try:
         server.start()

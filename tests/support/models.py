@@ -43,7 +43,7 @@ def exact(ours: Tensor, theirs: Tensor) -> None:
 
 
 def tiny(seed: int, vocabulary: int = 4, positions: int = 8, **changes: object) -> CaptionModel:
-    """A float64 model over few words, sharp enough that captions differ in probability; ids 0 SOS, 1 EOS, 2 PAD."""
+    """A float64 model with few words: 0 is SOS, 1 EOS, 2 PAD. Its captions clearly differ in probability."""
     torch.manual_seed(seed)
     values = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
     values |= {"static_expansion": (3,), "dynamic_expansion": 2} | changes  # type: ignore[dict-item]
@@ -59,9 +59,10 @@ def features_for(batch: int, width: int = 5, tokens: int = 4) -> Tensor:
 
 
 def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, generator: torch.Generator) -> None:
-    """Random words (of 11), parents and images: every step's logits are those of the whole prefix, teacher-forced.
+    """Checks that each cached step gives the logits of teacher forcing on the whole prefix.
 
-    For the first steps, up to two, an image has one beam.
+    Words (of 11), parents of beams and the images that leave are random. In the first one or two steps an image has one
+    beam.
     """
     images, wide = memory.batch_size, beams
     alone, beams = int(torch.randint(0, 3, (1,), generator=generator)), 1
@@ -86,7 +87,7 @@ def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, ge
 
 
 def every_caption(vocabulary: int, max_length: int) -> list[tuple[int, ...]]:
-    """All captions of up to max_length tokens with SOS: they end at their first EOS, or are cut."""
+    """All captions of up to max_length tokens with SOS. A caption ends with its first EOS, or is cut."""
     captions = []
     for length in range(1, max_length):
         for words in itertools.product(range(vocabulary), repeat=length):
@@ -141,7 +142,7 @@ def literal_product(p: Tensor, i: int, j: int) -> float:
 
 
 def literal_matrices(inputs: list[Tensor], maps: list[ClusterMaps], stacking: str) -> list[Tensor]:
-    """C of every layer for grids (H, W, D), one a layer; a sequence has H = 1 and one map."""
+    """C of every layer. grids: one (H, W, D) for each layer. A sequence has H = 1, and only one map."""
     rows, columns = inputs[0].shape[:2]
     result: list[Tensor] = []
     for depth in range(1, len(inputs) + 1):

@@ -25,9 +25,10 @@ COPIES = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.tenso
 
 
 class Operations(TorchDispatchMode):
-    """The operations in its `with` block, and {(operation, function of the project): times} of those that wait.
+    """Records the operations in its `with` block.
 
-    `count` leaves out views, which compute nothing.
+    count: of the operations without views, which compute nothing. waits: {(operation, function of the project): times}
+    of those that wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class Operations(TorchDispatchMode):
 
 
 class _Copies(TorchFunctionMode):
-    """Notes copies between the memories, which are no operations when both are the CPU's."""
+    """Records copies between the memories of CPU and GPU. On a CPU alone, torch dispatches no operation for them."""
 
     def __init__(self, operations: Operations) -> None:
         super().__init__()

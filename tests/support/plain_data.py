@@ -20,7 +20,7 @@ class PlainSnapshot(NamedTuple):
 
 
 def plain_snapshot(uris: Sequence[str], stored: Stored, key_of: Callable[[str], str]) -> PlainSnapshot:
-    """A snapshot with a manifest in memory. key_of: reads the file at a URI; it raises OSError."""
+    """A snapshot with a manifest in memory. key_of: a function that reads the file at a URI and may raise OSError."""
     keys, tags, read = dict[str, str](), dict[str, tuple[int, str]](), list[str]()
     unreadable = dict[str, str]()
     for uri in dict.fromkeys(uris):

@@ -31,8 +31,8 @@ ADDRESS = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 HEAD, OUTSIDE = "0", "laptop"  # a machine outside the cluster has a disk of its own, too
 TIMEOUT_S = 900
-# $1: what is private to a node, $2: the cluster's folder. Ray's folder is private, too: nodes that share it replace the
-# unpacked code of a job below each other's processes.
+# $1: the folder of what is private to a node, $2: the cluster's folder. Ray's folder is private, too, because nodes
+# that share it would replace the unpacked code of a job while another node runs it.
 MOUNT = (
     'mkdir -p "$1/disk" "$1/ray" && mount --bind "$1/disk" "$2/disk" && mount --bind "$1/ray" "$2/ray" && '
     'shift 2 && exec "$@"'
@@ -94,7 +94,7 @@ class Cluster:
         return self._start_node([f"--address={self.address}", *options], cpus)
 
     def join_node(self, cpus: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """Starts a worker node and waits until the cluster has it; repeats a start that failed."""
+        """Starts a worker node and waits until it is in the cluster. A start that fails is repeated."""
         before = self.num_alive()
         for _ in range(4):
             node = self.add_node(cpus, options)
@@ -132,7 +132,7 @@ class Cluster:
     def raycap(
         self, *words: str, node: str = HEAD, exit_code: int = 0, meanwhile: Callable[[Path], object] | None = None
     ) -> str:
-        """The output of `raycap WORDS` on the disk of a node, which must end with `exit_code`.
+        """The output of `raycap WORDS` on the disk of a node. The command must end with `exit_code`.
 
         meanwhile: called with the log of the command while it runs.
         """

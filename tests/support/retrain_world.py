@@ -38,7 +38,7 @@ from tests.conftest import small_config
 from tests.support.champion_check import decisions, errors_of
 from tests.support.logs import on_message
 
-# For tests of what differs on S3 (conditional writes, lease, listings); the others use S3 in `make proof` only.
+# For tests of conditional writes, leases and listings, which differ on S3. Other tests use S3 in `make proof` only.
 ON_DISK_AND_S3 = pytest.mark.parametrize("world", ["disk", "s3"], indirect=True)
 
 COLORS = ("red", "green", "blue", "yellow", "black", "white", "pink", "gray")
@@ -61,7 +61,7 @@ class World:
         self.open_calls: list[list[str]] = []  # the messages of calls that have not returned, the innermost last
 
     def add(self, split: str, count: int, colors: range, wrong: bool = False, corrupt: bool = False) -> None:
-        """Adds images of these colors in turn; with `wrong` each has the next color's caption."""
+        """Adds images of these colors in turn. wrong: each image has the caption of the next color."""
         for number in range(count):
             color, name = colors[number % len(colors)], f"{len(self.entries):04d}.png"
             body = b"not a picture" if corrupt else picture(color, len(self.entries))
@@ -101,7 +101,7 @@ class World:
         return ChampionStore(self.storage, "world")
 
     def call(self, work: Colors | None = None) -> tuple[int, str]:
-        """`raycap retrain`; its exit code and its log, without the log of a call made during it."""
+        """The exit code and the log of `raycap retrain`, without the log of a call that is made meanwhile."""
         messages: list[str] = []
         self.open_calls.append(messages)
         try:
@@ -151,7 +151,7 @@ def color_in(data: bytes) -> int:
 
 
 class Colors:
-    """Replaces training and captioning on Ray; the model is the most frequent caption of each color."""
+    """Replaces training and captioning on Ray. The model is the most frequent caption of each color."""
 
     def __init__(self) -> None:
         self.trained: list[str | None] = []  # what each training started from

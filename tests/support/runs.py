@@ -49,7 +49,7 @@ class Killed(Exception):
 
 
 def break_each_stage_once(monkeypatch: pytest.MonkeyPatch, at: int) -> set[str]:
-    """Kills each stage before its step `at`, once, when its checkpoints are written. Returns the names so far."""
+    """Kills each stage once, before its step `at`, when its checkpoints are written. Returns those killed so far."""
     original, broken = StageRun.step, set[str]()
 
     def step(self: StageRun, number: int, batches: list[Batch]) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ def prepare_run(storage: Path | dict[str, Any], **changes: Any) -> tuple[RunFold
 
 
 def with_features(config: RunConfig) -> tuple[RunFolder, StoragePath]:
-    """A run's folder, and a store with its features: of its initial backbone, computed without Ray, or of regions."""
+    """A run's folder, and a store with the features of its initial backbone or of regions, made without Ray."""
     folder = prepare(config)
     if not config.has_backbone:
         store, unreadable = import_regions(folder.dataset, config)
@@ -97,7 +97,7 @@ def with_features(config: RunConfig) -> tuple[RunFolder, StoragePath]:
 
 
 def prepare_region_run(storage: Path, model: dict[str, Any], **changes: Any) -> tuple[RunFolder, StoragePath]:
-    """A run of the frozen stages on the synthetic data set's region features, and their store; no dropout."""
+    """A run of the frozen stages, without dropout, on the synthetic data set's regions, and the store of these."""
     values = small_config(storage, model=SMALL_MODEL | model, **changes)
     values["features"] = {"hdf5": "synthetic", "max_regions": 4}
     del values["backbone"]
@@ -114,7 +114,7 @@ def best_weights(stage: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_of_stages(storage: Path, stages: Sequence[str]) -> dict[str, torch.Tensor]:
-    """`best_weights` of several stages of the only run below a storage, by stage, file and name."""
+    """`best_weights` of several stages, by stage, file and name. The storage has one run."""
     (run,) = storage.glob("runs/*")
     return {
         f"{stage}/{name}": value for stage in stages for name, value in best_weights(run / "stages" / stage).items()
@@ -122,7 +122,7 @@ def weights_of_stages(storage: Path, stages: Sequence[str]) -> dict[str, torch.T
 
 
 def assert_same_weights(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Bit-identical tensors under the same names; there must be some."""
+    """Fails unless both have the same names, at least one, with bit-identical tensors."""
     assert ours and ours.keys() == expected.keys()
     for name in ours:
         assert torch.equal(ours[name], expected[name]), name

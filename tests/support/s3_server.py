@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LATE_S = 1.0  # the longest delay of an answer
+LATE_S = 0.3  # the longest delay of an answer
 ROOT = Path(__file__).resolve().parents[2]
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -32,10 +32,10 @@ OUTAGE, READS = "/.outage", "/.reads"  # the paths of `plan_outage` and `reads`
 
 
 class BadDay:
-    """A WSGI application around another: a share of requests is refused, delayed, or its answer cut in the middle.
+    """A WSGI application around another, which refuses or delays a share of requests, or cuts their answers.
 
-    During an outage, all requests are refused. `planned` holds the seconds of the next outages, and for each the text
-    in a request's path with which it begins. Each answer is `delay_s` late. `read` has the path and query of each GET
+    During an outage, all requests are refused. planned: for each of the next outages, its seconds and a text. It begins
+    with the first request whose path has this text. delay_s: of each answer. read: the path and query of each GET
     request.
     """
 
@@ -50,7 +50,8 @@ class BadDay:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] == "PUT" and {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys():
             size = int(environ.get("CONTENT_LENGTH") or 0)
-            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(size))  # a client may stop in the middle
+            # before the lock is taken, because a client may stop in the middle
+            environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(size))
             with self.conditional:
                 return self._answer(environ, start_response)
         return self._answer(environ, start_response)
@@ -120,7 +121,7 @@ def reads(url: str) -> list[str]:
 def s3_server(share: float = 0.0, delay_s: float = 0.0) -> Iterator[str]:
     """The URL of a new server with the bucket `data`.
 
-    share: of the requests that fail or are late. delay_s: by which each answer is late, as in a distant region.
+    share: fraction of the requests that fail or are late. delay_s: the delay of each answer, as of a distant region.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.s3_server", str(share), str(delay_s)],

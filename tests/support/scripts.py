@@ -57,7 +57,7 @@ DEVANAGARI = str.maketrans("bcdfghjklmnpqrstvwxyzaeiou", "बचदफगहज�
 
 
 def scene_texts(seed: int, index: int, language: str) -> list[str]:
-    """The captions of a scene; in hi, of which there is no grammar, those in English with letters of Devanagari."""
+    """The captions of a scene. There is no grammar of hi, so its captions are English in letters of Devanagari."""
     if language == "hi":
         return [in_devanagari(caption) for caption in make_scene(seed, index)[1]]
     return make_scene(seed, index, language)[1]

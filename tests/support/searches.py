@@ -18,7 +18,9 @@ Objective = Callable[[dict[str, Any], int], TrialOutcome]  # the outcome of a tr
 
 
 def search_values(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """The plain values of a small search; its base configuration is written to `tmp_path`. None removes a key."""
+    """The plain values of a small search. Its base configuration is written to `tmp_path`.
+
+    changes: values by key, of which None removes the key."""
     base = tmp_path / "base.yaml"
     base.write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
     values: dict[str, Any] = {"name": "small", "base": "base.yaml", "space": SPACE, "budget": {"trials": 4}}
@@ -46,7 +48,7 @@ def finished(score: float, macs: float, **fields: Any) -> TrialOutcome:
 
 
 def run_log(log: TrialLog, objective: Objective, most: int = 1000) -> int:
-    """Runs up to `most` trials one by one; returns their number."""
+    """Runs up to `most` trials one by one. Returns how many have run."""
     for done in range(most):
         record = log.start_next()
         if record is None:

@@ -24,7 +24,8 @@ LOCAL = "http://127.0.0.1:8000"
 
 
 class LocalCaptioners:
-    """A model in this process (`Captioners`). `wait`: an event that captions wait for. `fails`: what they raise."""
+    """A model in this process, in place of `Captioners`. wait: an event for which captions wait. fails: an error that
+    they raise."""
 
     def __init__(self, host: ModelHost) -> None:
         self.host, self.num_jobs = host, 0
@@ -68,7 +69,7 @@ def crown(storage: StoragePath | Path, name: str, bundle: Path, token: int) -> B
 
 
 def captions_by_digest(bundles: Iterable[Path], names: Sequence[str]) -> dict[str, dict[str, str | None]]:
-    """The captions of images by the Python API, by the digest of the model and the name of the image."""
+    """The captions by the Python API, as {digest of the model: {name of the image: caption}}."""
     expected = {}
     for bundle in bundles:
         captioner = raycap.load(bundle, device="cpu")

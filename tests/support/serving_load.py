@@ -17,14 +17,14 @@ import urllib3
 from tests.support.serving import is_right
 
 RETRIED = (429, 503)
-PROXY_FAILED = "500 by the proxy"  # in plain text, when the ingress has died: clients retry this, too
+PROXY_FAILED = "500 by the proxy"  # answers in plain text after the ingress has died, which clients retry as well
 PATIENCE_S = 300.0  # for one request, with all its retries
 TIMEOUT_S = 90.0  # of one try; the server promises an answer or a refusal earlier
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A request with its answer. begin, end: time.monotonic. refusals: of the tries before the answer."""
+    """A request with its answer. begin, end: values of time.monotonic. refusals: of the tries before the answer."""
 
     client: int
     begin: float

@@ -24,7 +24,7 @@ TIMEOUT_S = 900  # of a block
 
 
 class Block(NamedTuple):
-    line: int  # of the page, from 1 on, at which its first command is
+    line: int  # number, from 1 on, of the page's line with its first command
     language: str
     text: str
 
@@ -59,7 +59,7 @@ def run_page(page: Path, folder: Path, changes: Mapping[str, str], **variables: 
 
 
 def run_block(block: Block, folder: Path, variables: Mapping[str, str]) -> tuple[int, str]:
-    """The exit code of a block, and what it printed. Processes that it starts in the background continue."""
+    """The exit code and the output of a block. Processes that it starts in the background continue."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: str(folder)} | variables
     environment["PATH"] = f"{programs(folder)}{os.pathsep}{environment['PATH']}"
     command = ["python", "-c"] if block.language == "python" else ["bash", "-euo", "pipefail", "-c"]
@@ -83,7 +83,7 @@ def programs(folder: Path) -> Path:
 
 @contextmanager
 def ended(folder: Path) -> Iterator[None]:
-    """Kills what the page's blocks have left in the background, and what that starts meanwhile."""
+    """Kills the processes that the page's blocks have left in the background, and those that these start meanwhile."""
     try:
         yield
     finally:

@@ -145,4 +145,4 @@ def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
     ]
     cider_d = CiderDReward(texts, vocabulary, eos=True, device=device)
     reward = WeightedReward(SAMPLING.reward, cider_d, texts.__getitem__, vocabulary, ENGLISH)
-    return scst_objective(stage, reward, device, scale.sizes.pad, vocabulary.words)
+    return scst_objective(stage, reward, scale.sizes.pad)

@@ -93,8 +93,8 @@ def wait_for(
 ) -> None:
     """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
 
-    bundles: the resources of each process of the stage. limit_name, remedy: the setting of the limit and what a user
-    can lower, for the error. Logs what is pending, at once and every 30 s. Raises WaitedTooLongError.
+    It logs what is pending at once and every 30 s. After `limit_s` it raises WaitedTooLongError. bundles: the resources
+    of each process of the stage. limit_name: the setting of the limit. remedy: what a user can lower.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -121,7 +121,7 @@ def wait_for(
 
 
 def readable(resources: Resources) -> str:
-    """CPUs, GPUs and the resources of `workers.resources`, without memory and Ray's markers of nodes and groups."""
+    """The resources as a text, such as "2 CPU + 1 GPU", without memory and Ray's markers of nodes and groups."""
     others = sorted(name for name in resources if name not in ("CPU", "GPU") and not UNNAMED.search(name))
     named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU", *others) if resources.get(name)]
     return " + ".join(named) or "a token amount"

@@ -22,9 +22,9 @@ from raycap.pipeline.storage.s3 import OutageError, StorageError
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-QUIET_S = 120.0  # the time without progress before the first message; the first step and the first batch take long
-MAX_INIT_DEATHS = 3  # actors in a row that may die while they start, for example because memory is short
-MAX_STORAGE_RETRIES = 5  # of a task; each attempt repeats its requests for minutes, and pauses follow it
+QUIET_S = 120.0  # the time without progress before the first message, because the first step and batch take long
+MAX_INIT_DEATHS = 3  # so many actors in a row may die while they start, for example because memory is short
+MAX_STORAGE_RETRIES = 5  # of a task that the storage fails, after it has repeated its requests for minutes
 SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM stop the command
 
 
@@ -33,11 +33,11 @@ class StalledError(JobFailedError):
 
 
 class StallWatch:
-    """A context whose value is called when a stage makes progress. It must be entered in the main thread.
+    """Watches a stage in a `with` block of the main thread. The stage calls `progressed` when it makes progress.
 
     After two minutes without a call, a background thread logs the nodes and the pending requests every 30 s. After
-    `workers.max_stall_minutes` the context ends with StalledError. The main thread waits inside Ray meanwhile, so the
-    background thread sends it a signal. limit_name: the setting of the limit. remedy: what to do, for the error.
+    `workers.max_stall_minutes` the block ends with StalledError. The background thread causes this by a signal, because
+    the main thread waits inside Ray. limit_name: the setting of the limit. remedy: what to do, for the error.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class StallWatch:
         self._progress_at = time.monotonic()
 
     def stream(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], options: Any) -> Iterator[Any]:
-        """The values that calls of a function yield, as they come. Each call is a Ray task; each value is progress.
+        """Calls a generator function in one Ray task per element of `calls`. Yields the tasks' values as they come.
 
-        Ray repeats a task whose node is lost, and leaves out the values that it has delivered. Therefore a repeated
-        task must yield the same values. Errors are those of `one_sentence`. options: of the tasks.
+        Each value counts as progress. If a node is lost, Ray repeats its task and leaves out the values that it has
+        delivered. A task must therefore yield the same values again. options: of the tasks. Errors are those of
+        `one_sentence`.
         """
         import ray
 
@@ -115,7 +116,7 @@ class StallWatch:
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """The signal's handler. While the main thread waits in Ray, exceptions of other types would be ignored."""
+    """The signal's handler. Ray ignores exceptions of other types while the main thread waits in it."""
     raise KeyboardInterrupt
 
 
@@ -145,7 +146,7 @@ def repeat_interrupted_tasks() -> None:
 
 @contextmanager
 def one_sentence(stage: str) -> Iterator[None]:
-    """Re-raises a task's StorageError in one line, and raises JobFailedError for a process that Ray lost too often."""
+    """Turns a task's StorageError into one line, and the loss of a process into JobFailedError."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -1,7 +1,7 @@
 """Starts Ray on this machine for this user alone, or joins a cluster.
 
-The processes of a Ray that is started here listen on the loopback interface, and ask for a token (RAY_AUTH_MODE) that
-only this user can read. Logs and sockets are in a folder that only this user can open. docs/cluster.md names what Ray
+The processes of a Ray that is started here listen on the loopback interface, and ask for a token that only this process
+and its children have. Logs and sockets are in a folder that only this user can open. docs/cluster.md names what Ray
 leaves open.
 """
 
@@ -36,28 +36,27 @@ OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read featu
 
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
-AGENTS_S = 3.0  # for processes to end
+AGENTS_S = 3.0  # Ray's agents get this time to end
 
 Stage = Literal["images", "features", "dry run", "training", "captions"]
+LARGEST: tuple[Stage, Stage] = ("training", "features")  # the stages that may ask for the most
 
 
 def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
-    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine; later calls use the same Ray.
+    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine. Later calls use the same Ray.
 
-    On a cluster it waits until the processes of `stage` can be placed. A Ray that this process has started ends with
-    the process, also when it is killed. Raises UserError if this machine or no node of the cluster has what the stage
-    needs, and WaitedTooLongError after `workers.max_wait_minutes`.
+    On a cluster it waits until the processes of `stage` can be placed, and raises WaitedTooLongError after
+    `workers.max_wait_minutes`. A Ray that this process starts ends with the process, also if that is killed. Raises
+    UserError if this machine does not have what training and features need.
     """
-    training, extraction = stage_bundles(config, "training"), stage_bundles(config, "features")
-    needed_cpus = max(sum(bundle["CPU"] for bundle in each) for each in (training, extraction))
+    needed_cpus = max(sum(process["CPU"] for process in stage_bundles(config, each)) for each in LARGEST)
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
         wait_for(stage_bundles(config, stage), stage, limit_s=60 * config.workers.max_wait_minutes)
         return
     import ray
 
-    available = ray.cluster_resources() | {"CPU": math.inf}
-    require_resources(training, "training", available)
-    require_resources(extraction, "features", available)
+    for each in LARGEST:
+        require_resources(stage_bundles(config, each), each, ray.cluster_resources() | {"CPU": math.inf})
 
 
 def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
@@ -86,18 +85,18 @@ def check_resources(config: RunConfig, address: str | None) -> None:
     import ray
 
     if cluster_address(address) or ray.is_initialized():
-        return  # a cluster may grow, and `start_ray` looks at a Ray that runs
+        return  # a cluster may grow, and for a Ray that runs `start_ray` checks its resources
     import torch
 
-    # a local Ray starts a process for each CPU that it is given, and processes may share a core
+    # Ray may be given more CPUs than the machine has cores. It starts a process for each.
     most = {"CPU": MAX_CPUS_PER_CORE * (os.cpu_count() or 1), "GPU": torch.cuda.device_count()}
     available = dict.fromkeys(config.workers.resources, math.inf) | most
-    require_resources(stage_bundles(config, "training"), "training", available)
-    require_resources(stage_bundles(config, "features"), "features", available)
+    for stage in LARGEST:
+        require_resources(stage_bundles(config, stage), stage, available)
 
 
 def cluster_address(address: str | None) -> str | None:
-    """The address of the cluster to join: `address`, else RAY_ADDRESS; None for a Ray on this machine."""
+    """The address of the cluster to join, from `address` or RAY_ADDRESS. None means a Ray on this machine."""
     address = address or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address
 
@@ -105,11 +104,11 @@ def cluster_address(address: str | None) -> str | None:
 def check_address(address: str | None) -> None:
     """Raises UserError unless the address (or RAY_ADDRESS) has a form that Ray accepts.
 
-    Without an address it prepares the import of Ray.
+    Without an address, it sets what Ray reads when it is imported.
     """
     address = cluster_address(address)
     if not address:
-        # Ray replaces a loopback address that is given to `ray.init` by the machine's own, but for this setting.
+        # With this setting Ray keeps the loopback address. It would otherwise replace it by the machine's own.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     elif not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
         raise UserError(
@@ -132,7 +131,7 @@ def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
 
 
 def _require_answer(address: str) -> None:
-    """Raises JobFailedError unless something listens at HOST:PORT. Ray tries for many minutes."""
+    """Raises JobFailedError unless something listens at HOST:PORT. Ray would try for many minutes."""
     host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
     if not host:  # auto
         return
@@ -148,10 +147,10 @@ def _require_answer(address: str) -> None:
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
     """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one on this machine and returns False.
 
-    A second call only returns the same answer. needed_cpus: a Ray that is started gets this number of CPUs, or more if
-    the machine has more.
+    A second call only returns the same answer. A Ray that is started gets a CPU for each core, at least `needed_cpus`.
     """
-    # Ray sends no usage reports and no state of Ray Train, and leaves CUDA_VISIBLE_DEVICES of tasks without GPUs alone.
+    # With these settings Ray sends no usage reports and no state of Ray Train, and does not change CUDA_VISIBLE_DEVICES
+    # for tasks without GPUs.
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
     check_address(address)
@@ -184,17 +183,18 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
 
 def _start_local_ray(**options: Any) -> None:
     """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
-    # Where torch's workers exchange gradients; by default the address of the machine's name.
+    if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # its children get it, and no file has it
+    # Torch's workers exchange gradients on the loopback interface, not at the address of the machine's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import ray
 
-    protect_token()
     ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
-    atexit.register(_shut_down)  # before Ray's own shutdown, which was registered earlier
+    atexit.register(_shut_down)  # it runs before Ray's own shutdown, which was registered earlier
 
 
 def _shut_down() -> None:
-    """Ends Ray, and those of its agents that have not ended with it, because they were just starting."""
+    """Ends Ray and its agents. An agent that is just starting does not end with Ray."""
     import ray
 
     started = psutil.Process().children(recursive=True)
@@ -216,26 +216,3 @@ def private_folder() -> Path:
         raise UserError(f"{folder}, where Ray keeps its files, belongs to another user; remove it or set RAY_TMPDIR")
     folder.chmod(0o700)
     return folder
-
-
-def protect_token() -> None:
-    """Makes ~/.ray/auth_token readable for this user only, and creates it before Ray does, which lets others read it.
-
-    A home that cannot be written is left to Ray, which reports it.
-    """
-    if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        return
-    path = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.exists():
-            if path.stat().st_mode & 0o077:
-                path.chmod(0o600)
-            return
-        new = path.with_name(f".{path.name}.{os.getpid()}")
-        new.touch(mode=0o600)
-        new.write_text(secrets.token_hex(32))
-        try:
-            os.link(new, path)  # unlike a rename, it does not replace the token of another process
-        finally:
-            new.unlink()

@@ -325,27 +325,22 @@ def hash_batch(
     return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
 
 
-def measure_batch(
-    batch: dict[str, np.ndarray], max_pixels: int, options: StorageOptions = StorageOptions(), threads: int = 1
-) -> Values:
-    """Adds size and reason to a batch with the columns key and uri, whose images are decoded as a whole.
+def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: StorageOptions, threads: int) -> list[str]:
+    """Why each image cannot be used, or "". The images are decoded as a whole.
 
-    size: (B, 2) int32, width and height; (0, 0) for an image that cannot be used. reason: why it cannot be used, or "".
-    key: the content key, or None if it is not known. threads: the number that decodes local files. Raises StorageError
-    for an outage.
+    keys: their content keys, or None. threads: the number that decodes local files. Raises StorageError for an outage.
     """
 
-    def measure(uri: str, key: str | None) -> tuple[tuple[int, int], str]:
+    def reason_of(uri: str, key: str | None) -> str:
         try:
-            return decode_image(read_image_file(StoragePath(uri, options), key), max_pixels).size, ""
+            decode_image(read_image_file(StoragePath(uri, options), key), max_pixels)
         except StorageError:
             raise
         except (BadImage, OSError) as error:
-            return (0, 0), str(error)
+            return str(error)
+        return ""
 
-    results = _for_each(measure, threads, batch["uri"], batch["key"])
-    sizes = np.array([size for size, _ in results], np.int32).reshape(-1, 2)
-    return {**batch, "size": sizes, "reason": np.array([reason for _, reason in results])}
+    return _for_each(reason_of, threads, uris, keys)
 
 
 def _for_each(function: Callable[..., Any], threads: int, uris: np.ndarray, *columns: np.ndarray) -> list[Any]:

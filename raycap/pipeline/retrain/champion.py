@@ -3,38 +3,54 @@
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
                  decisions/NUMBER-tTOKEN.json, .html   one record and one page per decision
-                 snapshots/tTOKEN.parquet              listing of the data folder (`pipeline.retrain.listing`)
-                 held-out/tTOKEN.parquet               the fixed held-out split (`pipeline.retrain.listing`)
+                 snapshots/tTOKEN.parquet              listing of the data folder (`list_data`)
+                 held-out/tTOKEN.parquet               the fixed held-out split (`find_held_out`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
 The name of every file except the first two contains the token of the lease under which it was written. Such a file is
 written before champion.json references it. Tokens grow, so a file with a larger token than the last decision belongs to
 no decision: its writer was killed or has lost the lease. The next lease holder deletes it. When champion.json itself is
 absent, nothing is deleted, because the files may belong to decisions that it recorded.
+
+A listing has the URI, size and tag of each file (on S3 the ETag), so that no file is read for it. It is an Arrow table
+of about 150 bytes per file.
+
+Models are compared on the held-out split. The first retraining fixes its images and references. Images are identified
+by their content, so that a file may be moved or renamed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, ValidationError
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import AfterValidator, Field, ValidationError
 
-from raycap.models.config import Values
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Section
+from raycap.pipeline.data.content_keys import ENTRIES
+from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference
-from raycap.pipeline.retrain.listing import Change
 from raycap.pipeline.runtime.names import relative_name, shown
 from raycap.pipeline.storage.lease import Lease, LostLeaseError
-from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.s3 import ConflictError
+from raycap.pipeline.storage.path import StoragePath, join
+from raycap.pipeline.storage.s3 import ConflictError, Entry, is_remote
+from raycap.pipeline.storage.tables import from_bytes, to_bytes
+
+logger = logging.getLogger(__name__)
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
+# the files of a listing, and the content keys of the images found in them, which are rows without a file
+LISTING = ENTRIES.append(pa.field("key", pa.string()))
 TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # at the start of a relative name
 
 
@@ -50,6 +66,17 @@ class BundleRecord(Section):
     run_id: str
 
 
+class Change(Section):
+    """The numbers of files that differ between two listings."""
+
+    added: int
+    changed: int
+    gone: int
+
+    def __str__(self) -> str:
+        return f"{self.added} new, {self.changed} changed, {self.gone} gone"
+
+
 class DataRecord(Section):
     """The data that a challenger was trained on."""
 
@@ -60,23 +87,8 @@ class DataRecord(Section):
     fingerprint: str | None
 
 
-class HeldOutRecord(Section):
-    """The held-out split of a comparison: its file, the number of its images, and how many images are gone."""
-
-    name: Name
-    images: int
-    missing: int
-
-
-class ScoreRecord(Section):
-    """CIDEr-D on the held-out split; `champion` is None for the first model."""
-
-    champion: float | None
-    challenger: float
-
-
 class Decision(Section):
-    """The content of a file below decisions/. For a rollback the fields from `challenger` on are not set."""
+    """The content of a file below decisions/. For a rollback the fields from `data` on are not set."""
 
     name: str
     number: int
@@ -89,12 +101,11 @@ class Decision(Section):
     snapshot: Name
     previous: Name | None  # the file of the previous decision
     run: str  # the run whose model was compared, or replaced by a rollback
-    challenger: BundleRecord | None = None
     data: DataRecord | None = None
-    held_out: HeldOutRecord | None = None
-    scores: ScoreRecord | None = None
+    held_out: Name | None = None  # the file of the held-out split
+    num_compared: int | None = None  # images of the held-out split that still exist
+    scores: dict[str, float] = Field(default_factory=dict)  # CIDEr-D of "challenger" and, if there was one, "champion"
     difference: Difference | None = None  # challenger minus champion
-    asked: Values | None = None  # the settings: the retrain section and the number of bootstrap resamples
 
 
 class ChampionState(Section):
@@ -107,7 +118,6 @@ class ChampionState(Section):
     decision: Name | None = None
     champion: BundleRecord | None = None
     before: tuple[BundleRecord, ...] = ()
-    challenger: str | None = None  # the run whose model was last rejected or rolled back
     snapshot: Name | None = None
     fingerprint: str | None = None  # the fingerprint of the data of the last training
     held_out: Name | None = None
@@ -208,3 +218,105 @@ class ChampionStore:
             if token < lease.token:
                 lease.check()
                 path.delete()
+
+
+def list_data(config: RunConfig, root: str) -> pa.Table:
+    """The listing of the data root and of remote image folders outside of it, without content keys.
+
+    Hidden files and raycap's results are not listed.
+    """
+    rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in _list_files(config, root)]
+    return pa.Table.from_pylist(rows, LISTING)
+
+
+def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
+    # The results are not data, and are not listed. Synthetic images are in the results folder, which is then listed.
+    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
+    image_folders = {config.data.images, *(source.images for source in config.data.sources)}
+    inside = f"{root.rstrip('/')}/"
+    outside = [each for each in sorted(image_folders) if is_remote(each) and not f"{each}/".startswith(inside)]
+    for prefix in [root, *outside]:
+        for name, entry in StoragePath(prefix, config.storage.options).walk():
+            uri = join(prefix, name)
+            if "/." not in f"/{name}" and not (results and uri.startswith(results)):
+                yield uri, entry
+
+
+def compare(now: pa.Table, before: pa.Table | None) -> Change:
+    """The numbers of files that differ from the previous listing. Without a previous listing, every file is new."""
+    if before is None:
+        return Change(added=now.num_rows, changed=0, gone=0)
+    before = before.filter(pc.is_valid(before["size"]))
+    rows = pc.index_in(now["uri"], value_set=before["uri"])  # null for a new file
+    previous = before.take(rows)
+    same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
+    added = rows.null_count
+    changed = now.num_rows - added - _count(pc.fill_null(same, False))
+    return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
+
+
+def with_keys(listing: pa.Table, dataset: Dataset) -> pa.Table:
+    """The listing and the content keys of the data set, by which a later retraining recognizes images."""
+    nulls = [pa.nulls(len(dataset), field.type) for field in ENTRIES]
+    return pa.concat_tables([listing, pa.table([*nulls, dataset.table["key"]], LISTING)])
+
+
+def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
+    """The number of images whose content is not in the previous listing."""
+    if before is None:
+        return len(dataset)
+    return len(dataset) - _count(pc.is_in(dataset.table["key"], value_set=before["key"].drop_null()))
+
+
+def _count(mask: pa.ChunkedArray) -> int:
+    return int(pc.sum(mask).as_py() or 0)  # the sum over no rows is None
+
+
+class HeldOut(NamedTuple):
+    """The fixed split."""
+
+    file: bytes  # as a Parquet file
+    part: Dataset  # its images that still exist, with their current locations
+
+
+def held_out_split(config: RunConfig) -> str:
+    """The name of the held-out split: retrain.split, else the first test split, else the validation split.
+
+    Raises UserError if training uses it.
+    """
+    name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
+    if name in config.data.train_splits:
+        raise UserError(f"retrain.split = {name} is one of data.train_splits; name a split that training does not use")
+    return name
+
+
+def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> HeldOut:
+    """Finds the images of the fixed split in `file`, or chooses the split if that is None. Logs how many are gone.
+
+    Ids and references are those of the file. Raises UserError if there are fewer than two images, or if the present
+    data trains on some of them.
+    """
+    name, current, data = held_out_split(config), dataset.readable(), config.data
+    if file is None:
+        chosen = current.split(name)
+        if len(chosen) < 2:
+            raise UserError(
+                f"retrain.split = {name} has {len(chosen)} images; CIDEr-D needs two documents or more, better hundreds"
+            )
+        file = to_bytes(chosen.table.select(SCHEMA.names))
+    fixed = from_bytes(file, SCHEMA, "the held-out split")
+    rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
+    uris = current.table["uri"].take(rows)
+    part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
+    gone = f"{rows.null_count} of the {fixed.num_rows} images of the fixed held-out split are gone"
+    remedy = f"or start over without {config.storage_place}/retrain/{config.name}"
+    if len(part) < 2:
+        raise UserError(f"{gone} from the data; restore them, {remedy}")
+    training = current.split(*({*data.train_splits, data.val_split} - {name}))
+    if leaked := _count(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))):
+        raise UserError(
+            f"{leaked} images of the fixed held-out split are now in training or validation; take them out, {remedy}"
+        )
+    if rows.null_count:
+        logger.warning(f"{gone} and are not compared")
+    return HeldOut(file, part)

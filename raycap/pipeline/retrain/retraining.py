@@ -7,8 +7,8 @@ so a process that was suspended until another one took the lease cannot write af
 The data folder is listed once, in the second step, and the listing is passed to the later steps. Files that are added
 later are new data for the next call.
 
-A decision has an HTML page. In the tracker, aliases of the model registry mark the champion and the challenger, and the
-last decision is stored with its run. Every call sends what the tracker lacks, also after an outage.
+A decision has an HTML page. In the tracker, the alias `champion` of the registered model marks the champion. Every call
+sets it, also the first one after an outage.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -29,25 +28,21 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_digests
-from raycap.pipeline.evaluation.comparison.bootstrap import RESAMPLES, Difference, paired_difference
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.evaluation.reports.report import report_images
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import (
     LEASE,
+    LISTING,
     BundleRecord,
     ChampionState,
     ChampionStore,
+    Change,
     DataRecord,
     Decision,
-    HeldOutRecord,
-    ScoreRecord,
-    Verdict,
-)
-from raycap.pipeline.retrain.listing import (
-    LISTING,
-    Change,
     HeldOut,
+    Verdict,
     compare,
     find_held_out,
     held_out_split,
@@ -66,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FINDINGS_SHOWN = 5
 HELD_OUT = "held out"  # the name of the split on which models are compared
-DECISION_TAG = "raycap.decision"  # its value is the number of the last decision that a run has received completely
+ALIAS = "champion"  # of the champion's version in the tracker
 FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.reading.find_data`
 
 
@@ -157,19 +152,15 @@ class Retraining:
         """Steps 2 to 5 of a retraining; returns the exit code."""
         try:
             data = self._new_data()
+            if isinstance(data, int):
+                return data
+            fixed = self.state.held_out
+            file = (self.store.folder / fixed).read_bytes() if fixed else None
+            held = find_held_out(file, data.found[0], self.config)
         except UserError as error:
             if self.state.snapshot is None:
                 raise
             logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
-            return 1
-        if isinstance(data, int):
-            return data
-        held = self._held_out(data.found[0])
-        if held.leaked:
-            logger.info(
-                f"bad data  {held.leaked} images of the fixed held-out split are now in training or validation; take "
-                f"them out, or start over without {self.store.folder}"
-            )
             return 1
         trained = self._train(work, data.found)
         self.lease.check()
@@ -212,23 +203,10 @@ class Retraining:
         return NewData((dataset, unreadable), with_keys(listing, usable), record)
 
     def _nothing_new(self, change: Change) -> int:
-        """Ends a retraining that has no new data, and sends the tracker what it lacks of the last decision."""
+        """Ends a retraining that has no new data. It sets the tracker's alias, which an outage may have prevented."""
         logger.info(f"nothing new since decision {self.state.number} (files: {change}); the champion stays")
-        update_tracker(self.config, self.store, self.state)
+        update_tracker(self.config, self.state)
         return 0
-
-    def _held_out(self, dataset: Dataset) -> HeldOut:
-        """The held-out split, which the first retraining chooses. UserError if fewer than two of its images exist."""
-        fixed = self.state.held_out
-        held = find_held_out((self.store.folder / fixed).read_bytes() if fixed else None, dataset, self.config)
-        if len(held.part) < 2:
-            raise UserError(
-                f"{held.missing} of the {held.missing + len(held.part)} images of the fixed held-out split are gone "
-                f"from the data; restore them, or start over without {self.store.folder}"
-            )
-        if held.missing:
-            logger.warning(f"{held.missing} images of the fixed held-out split are gone and are not compared")
-        return held
 
     def _train(self, work: Work, data: FoundData) -> Trained:
         """Trains from the champion's weights, or from scratch without a champion."""
@@ -266,24 +244,20 @@ class Retraining:
         champion = store.copy_bundle(bundle, challenger, self.lease) if is_better else state.champion
         snapshot = store.write_file(f"snapshots/{token}.parquet", to_bytes(data.snapshot), self.lease)
         split = state.held_out or store.write_file(f"held-out/{token}.parquet", held.file, self.lease)
+        sides = {"champion": scores.champion, "challenger": scores.challenger}
         decision = {
             "decision": verdict,
             "reason": reason,
             "run": challenger.run_id,
-            "challenger": challenger,
             "data": data.record,
-            "held_out": HeldOutRecord(name=split, images=len(held.part), missing=held.missing),
-            "scores": ScoreRecord(
-                champion=None if scores.champion is None else _cider(scores.champion),
-                challenger=_cider(scores.challenger),
-            ),
+            "held_out": split,
+            "num_compared": len(held.part),
+            "scores": {name: _cider(side) for name, side in sides.items() if side is not None},
             "difference": scores.difference,
-            "asked": self.config.retrain.model_dump() | {"resamples": RESAMPLES},
         }
         after = {
             "champion": champion,
             "before": state.bundles if is_better else state.before,
-            "challenger": None if is_better else challenger.run_id,
             "snapshot": snapshot,
             "fingerprint": data.record.fingerprint,
             "held_out": split,
@@ -309,35 +283,34 @@ class Retraining:
             return "promoted", f"{numbers} is above the margin {required.margin:g}"
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
-    def _commit(self, fields: Values, after: Values, images: Callable[[], list[ReportImage]] = list) -> int:
+    def _commit(self, fields: Values, changes: Values, images: Callable[[], list[ReportImage]] = list) -> int:
         """Writes a decision's files, then champion.json; returns the exit code.
 
-        fields: the fields of the decision that are not set here. after: the fields of champion.json that change.
+        fields: the fields of the decision that are not set here. changes: the fields of champion.json that change.
         images: returns the images of the decision's page. If it fails, there is no page.
         """
-        config, state, token = self.config, self.state, self.lease.token
-        changes: Values = {"snapshot": state.snapshot} | after
+        config, state, token, number = self.config, self.state, self.lease.token, self.state.number + 1
+        name = f"decisions/{number:06d}-t{token:06d}"
+        after = state.model_copy(update=changes | {"number": number, "decision": f"{name}.json", "decided": token})
         common = {
             "name": config.name,
-            "number": state.number + 1,
+            "number": number,
             "token": token,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "champion": changes["champion"],
+            "champion": after.champion,
             "champion_before": state.champion,
-            "snapshot": changes["snapshot"],
+            "snapshot": after.snapshot,
             "previous": state.decision,
         }
         decision = Decision.model_validate(common | fields)
-        name = f"decisions/{decision.number:06d}-t{token:06d}"
         content = decision.model_dump_json(exclude_unset=True, indent=1).encode()
-        record = self.store.write_file(f"{name}.json", content, self.lease)
+        self.store.write_file(f"{name}.json", content, self.lease)
         decorations = Decorations()
         with decorations.making("the decision's page"):
             self.store.write_file(f"{name}.html", decision_page(config, decision, images()).encode(), self.lease)
-        changes |= {"number": decision.number, "decision": record, "decided": token}
-        self.store.commit(state.model_copy(update=changes), self.lease)
+        self.store.commit(after, self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
-        update_tracker(config, self.store, self.store.read())
+        update_tracker(config, after)
         logger.info(f"champion  {config.storage_place / decision.champion.bundle}")
         logger.info(f"record    {self.store.folder / name}.json{'' if decorations.failed else ', .html'}")
         decorations.log_failed("the decision is complete without it")
@@ -352,7 +325,7 @@ class Retraining:
         StoredBundle(self.config.storage_place / former.bundle, former.files).fetch()  # OSError for a damaged bundle
         reason = f"requested; the champion of run {run_id} is replaced by that of {former.run_id}"
         decision = {"decision": "rolled back", "reason": reason, "run": run_id}
-        return self._commit(decision, {"champion": former, "before": state.before[:-1], "challenger": run_id})
+        return self._commit(decision, {"champion": former, "before": state.before[:-1]})
 
 
 def _cider(scores: SplitScores) -> float:
@@ -361,21 +334,15 @@ def _cider(scores: SplitScores) -> float:
 
 def decision_page(config: RunConfig, decision: Decision, images: list[ReportImage]) -> str:
     """The HTML page of a decision: the reason, both models' scores, and their captions of the held-out images."""
-    scores = decision.scores.model_dump() if decision.scores else {}
-    rows = [(name, [f"{score:.4f}"]) for name, score in scores.items() if score is not None]
+    rows = [(name, [f"{score:.4f}"]) for name, score in decision.scores.items()]
     if decision.difference is not None:
         rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
-    facts = {"decision": decision.decision, "run": decision.run, "champion": decision.champion.bundle}
-    if decision.champion_before is not None:
-        facts["champion before"] = decision.champion_before.bundle
+    facts = {"champion": decision.champion.bundle}
+    for name, value in decision.model_dump().items():
+        if isinstance(value, str | int) and name != "reason":
+            facts[name.replace("_", " ")] = str(value)
     if (data := decision.data) is not None:
         facts["data"] = f"{data.images} images, {data.new_images} of them new; files: {data.files}"
-        facts["data fingerprint"] = (data.fingerprint or "")[:16]
-    if decision.held_out is not None:
-        facts["held out"] = f"{decision.held_out.images} images, {decision.held_out.name}"
-    if decision.asked is not None:
-        margin, confidence = decision.asked["margin"], decision.asked["confidence"]
-        facts["required"] = f"margin {margin:g}, confidence {100 * confidence:g} %"
     search = f"Beam {config.evaluation.beam_size}, at most {config.evaluation.max_length} tokens"
     return report_html(
         Report(
@@ -386,61 +353,28 @@ def decision_page(config: RunConfig, decision: Decision, images: list[ReportImag
             score_rows=rows,
             stages=[],
             images=images,
-            metadata=facts | {"snapshot": decision.snapshot},
+            metadata=facts,
             language=config.data.language,
         )
     )
 
 
-def update_tracker(config: RunConfig, store: ChampionStore, state: ChampionState) -> None:
-    """Sends what the tracker lacks of `state`. If the tracker fails, logs one line."""
+def update_tracker(config: RunConfig, state: ChampionState) -> None:
+    """Points the tracker's alias at the version of the champion. If the tracker fails, logs one line."""
     if not config.tracking.enabled or state.champion is None:
         return
     try:
         client = tracking_client(config)
-        experiment = experiment_of(client, config)
-        for alias, run_id in (("champion", state.champion.run_id), ("challenger", state.challenger)):
-            _set_alias(client, config.name, alias, run_id and _run_of(client, experiment, run_id))
-        if state.decision is not None:
-            decision = store.decision(state.decision)
-            run = _run_of(client, experiment, decision.run)
-            if run is not None and run.data.tags.get(DECISION_TAG) != str(decision.number):
-                for name in (state.decision, state.decision.replace(".json", ".html")):
-                    client.log_text(run.info.run_id, (store.folder / name).read_bytes().decode(), name)
-                _log_scores(client, run.info.run_id, decision)
+        model = config.name
+        runs = client.search_runs([experiment_of(client, config)], f"tags.`raycap.run_id` = '{state.champion.run_id}'")
+        # the child runs of its stages have the same tag
+        run = next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
+        versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
+        if versions:
+            client.set_registered_model_alias(model, ALIAS, str(versions[0].version))
+        elif any(ALIAS in found.aliases for found in client.search_registered_models(f"name = '{model}'")):
+            # A run has no version until the tracker has received its model, which `raycap sync` sends.
+            client.delete_registered_model_alias(model, ALIAS)
     except Exception as error:  # a failing tracker must not fail the decision
         address, reason = public_uri(config), reason_of(error)
         logger.info(f"tracker   {address} could not be updated ({reason}); the next call tries again")
-
-
-def _run_of(client: Any, experiment: str, run_id: str) -> Any:
-    """The parent run in MLflow of a raycap run, or None. The child runs of its stages have the same tag."""
-    runs = client.search_runs([experiment], f"tags.`raycap.run_id` = '{run_id}'")
-    return next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
-
-
-def _set_alias(client: Any, name: str, alias: str, run: Any) -> None:
-    """Points an alias of a registered model at the version of MLflow's run; removes it without a run or version.
-
-    A run has no version until the tracker has received its model, which `raycap sync` sends.
-    """
-    versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
-    version = str(versions[0].version) if versions else None
-    models = client.search_registered_models(f"name = '{name}'")
-    current = next((model.aliases.get(alias) for model in models), None)
-    if version is None and current is not None:
-        client.delete_registered_model_alias(name, alias)
-    elif version is not None and str(current) != version:
-        client.set_registered_model_alias(name, alias, version)
-
-
-def _log_scores(client: Any, run_id: str, decision: Decision) -> None:
-    """Sends a decision's scores and verdict, and finally DECISION_TAG, which marks that the run has everything."""
-    values = decision.scores.model_dump() if decision.scores else {}
-    if decision.difference:
-        values |= {f"difference_{name}": number for name, number in asdict(decision.difference).items()}
-    for key, value in values.items():
-        if value is not None:
-            client.log_metric(run_id, f"held_out_{key}", value)
-    client.set_tag(run_id, "raycap.verdict", f"{decision.decision}: {decision.reason}"[:5000])
-    client.set_tag(run_id, DECISION_TAG, str(decision.number))

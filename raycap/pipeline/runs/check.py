@@ -10,14 +10,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import measure_batch
+from raycap.pipeline.data.images import unusable
 from raycap.pipeline.data.language.caption_problems import CaptionProblems
 from raycap.pipeline.data.language.tokenizers import SUBWORD, caption_words
 from raycap.pipeline.data.reading import build_vocabulary, data_root, read_annotations, require_splits, snapshot_of
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
 MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
-# COCO's photographs have short sides of 400 pixels or more; data sets that were shrunk usually have 224 or 256.
-MIN_ORIGINAL_SIDE = 400
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
 MAX_UNKNOWN = 0.05  # fraction of the words of validation captions outside the vocabulary, above which is a warning
 MAX_EXAMPLES = 3  # A finding names at most this many images.
@@ -40,7 +37,7 @@ MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of the data set. After an `error`, training would give wrong results."""
+    """A problem of the data set. If its kind is "error", training would give wrong results."""
 
     kind: Literal["error", "warning"]
     text: str
@@ -48,7 +45,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """The result of a check: statistics by name (plain values, to print as JSON), and one finding per problem.
+    """The result of a check. statistics: values by name, for JSON. findings: one per problem.
 
     data: the data set with content keys, and {URI: reason} of the images that cannot be read.
     """
@@ -76,12 +73,11 @@ def check_data(
 ) -> Findings:
     """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
 
-    Threads of this process decode every image once. For region features, the check only looks up whether they exist.
-    The only file that it writes is the manifest of content keys.
+    Threads of this process decode every image once. If the run reads region features, the check only looks up whether
+    they exist. The only file that it writes is the manifest of content keys.
 
-    checked_keys: content keys of images that an earlier check has decoded. The check leaves these images out, and
-    `data.max_bad_fraction` then limits the fraction of unusable images among the remaining ones. listing: of
-    `take_snapshot`.
+    checked_keys: content keys of images that an earlier check has decoded. This check leaves them out, and
+    `data.max_bad_fraction` then limits the unusable ones among the other images. listing: of `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
@@ -100,21 +96,18 @@ def check_data(
         _check_unknown(result, dataset.split(config.data.val_split), vocabulary, fitting)
     except UserError as error:  # the captions give no vocabulary
         result.error(str(error))
-    if config.has_backbone:
-        unusable, sizes = _decode_all(unchecked, config)
-    else:  # The run reads region features, so the image files are not decoded and their sizes stay unknown.
-        unusable, sizes = missing_regions(unchecked, config), np.empty((0, 2), np.int64)
-    _check_images(result, unchecked, config, missing, unusable)
+    # If the run reads region features, the image files are not decoded.
+    failed = _decode_all(unchecked, config) if config.has_backbone else missing_regions(unchecked, config)
+    _check_images(result, unchecked, config, missing, failed)
     _check_duplicates(result, dataset, config)
-    _check_resolution(result, sizes, config.backbone.image_size)
     _check_splits(result, config)
-    result.statistics["fingerprint"] = dataset.readable().without(sorted(unusable)).fingerprint()
+    result.statistics["fingerprint"] = dataset.readable().without(sorted(failed)).fingerprint()
     return result
 
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
     """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
-    # Each list holds an image URI per finding; an image can appear more than once.
+    # Each list holds the URI of an image for each caption that was found, or once for an image.
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
@@ -149,7 +142,7 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
 
 
 def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
-    """Reports captions that the configured tokenizer does not split into words; returns the tokenizer that fits."""
+    """Reports captions that the configured tokenizer does not split into words. Returns the tokenizer that fits."""
     problems = CaptionProblems(tokenizer)
     for text, words in zip(dataset.texts(tokenizer), dataset.tokens(tokenizer), strict=True):
         problems.add(text, words)
@@ -182,35 +175,29 @@ def _is_text(caption: str) -> bool:
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
-def _decode_all(dataset: Dataset, config: RunConfig) -> tuple[dict[str, str], np.ndarray]:
-    """Decodes every image: {key: reason} of those that fail, and the sizes (N, 2) of the rest as (width, height).
-
-    Files of equal content are decoded once.
-    """
+def _decode_all(dataset: Dataset, config: RunConfig) -> dict[str, str]:
+    """Decodes every image. Returns {key: reason} of those that fail. Files of equal content are decoded once."""
     images = dataset.readable().table.select(["key", "uri"])
     images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
     num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
     reasons: dict[str, str] = {}
-    sizes = [np.empty((0, 2), np.int32)]
     with progress("decoding", len(images)) as advance:
         for start in range(0, len(images), IMAGES_AT_A_TIME):
             part = images.slice(start, IMAGES_AT_A_TIME)
-            batch = {name: part[name].to_numpy() for name in part.column_names}
-            measured = measure_batch(batch, config.data.max_pixels, config.storage.options, num_threads)
-            is_bad = measured["reason"] != ""
-            reasons |= dict(zip(measured["key"][is_bad].tolist(), measured["reason"][is_bad].tolist(), strict=True))
-            sizes.append(measured["size"][~is_bad])
-            advance(len(is_bad))
-    return reasons, np.concatenate(sizes)
+            uris, keys = part["uri"].to_numpy(), part["key"].to_numpy()
+            found = unusable(uris, keys, config.data.max_pixels, config.storage.options, num_threads)
+            reasons |= {key: reason for key, reason in zip(keys.tolist(), found, strict=True) if reason}
+            advance(len(part))
+    return reasons
 
 
 def _check_images(
-    result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], unusable: dict[str, str]
+    result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], failed: dict[str, str]
 ) -> None:
-    """Reports the images that cannot be used: `missing` as {uri: reason}, `unusable` as {key: reason}."""
-    chosen = dataset.where(pc.is_in(dataset.table["key"], value_set=pa.array(unusable, pa.string())))
+    """Reports the images that cannot be used: `missing` as {uri: reason}, `failed` as {key: reason}."""
+    chosen = dataset.where(pc.is_in(dataset.table["key"], value_set=pa.array(failed, pa.string())))
     images = zip(chosen.column("uri"), chosen.column("key"), strict=True)
-    unreadable = [(uri, unusable[key]) for uri, key in images] + list(missing.items())
+    unreadable = [(uri, failed[key]) for uri, key in images] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
     text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
     examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
@@ -226,7 +213,7 @@ def _check_images(
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Reports images with equal content: an error across training and held-out splits, else a warning.
+    """Reports images with equal content. It is an error if one is in training and another one is held out.
 
     A source with `rewarded: false` may repeat images, because it adds a model's captions of them.
     """
@@ -252,23 +239,6 @@ def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> 
         result.error(f"{len(leaks)} images are in training and in a held-out split: {_examples(leaks)}")
     if other_duplicates:
         result.warn(f"{other_duplicates} images repeat another image of their split")
-
-
-def _check_resolution(result: Findings, sizes: np.ndarray, image_size: int) -> None:
-    """Reports how large the images are. sizes: (N, 2) in pixels."""
-    if not len(sizes):
-        return
-    short_sides = sizes.min(1)
-    most_common, times = Counter(short_sides.tolist()).most_common(1)[0]
-    # Original photographs differ in size, while most photographs of a shrunken data set have the same short side.
-    if times > 0.5 * len(short_sides) and most_common < MIN_ORIGINAL_SIDE and len(short_sides) > 1:
-        result.warn(
-            f"the photographs look shrunken: {times} of {len(short_sides)} have a short side of exactly "
-            f"{most_common} px; published scores are from the originals"
-        )
-    enlarged = int((short_sides < image_size).sum())
-    if enlarged > 0.1 * len(short_sides):
-        result.warn(f"{enlarged} images are smaller than backbone.image_size = {image_size} and get enlarged")
 
 
 def _check_splits(result: Findings, config: RunConfig) -> None:

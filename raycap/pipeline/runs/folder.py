@@ -1,8 +1,10 @@
 """The folder of a run: its paths, its metadata, and the tokens that keep abandoned workers from writing.
 
-If the storage is on S3, so is the original folder of a run (`RunFolder.home`), and the driver and each machine with
-workers open a local copy (`pipeline.storage.mirror`). Rank 0 of a stage writes stages/<stage>/ and the journal, and for
-a trial of a search the captions of the reported split; the driver writes everything else.
+If the storage is on S3, a run has its original folder there (`RunFolder.home`). The driver and each machine with
+workers then open a local copy (`pipeline.storage.mirror`).
+
+Rank 0 of a stage writes stages/<stage>/ and the journal. In a trial of a search it also writes the captions of the
+reported split. The driver writes everything else.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json
@@ -37,12 +39,12 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-# The precisions that a run keeps where its configuration has `auto`, so that a resumed run has the same bits.
+# If one of these precisions is `auto`, a run decides it once and keeps it, so that a resumed run has the same bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
 def try_lock(folder: Path) -> AbstractContextManager[bool]:
-    """Tries to lock a folder for the length of the context. Gives True, or False if another process has the lock.
+    """Tries to lock a folder during the context. Gives False if another process has the lock.
 
     The operating system releases the lock even if the process is killed.
     """
@@ -50,20 +52,20 @@ def try_lock(folder: Path) -> AbstractContextManager[bool]:
 
 
 def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig | None = None) -> RunFolder:
-    """A run's folder. For a run on S3, `path` is a local copy, which is updated unless another process has locked it.
+    """A run's folder. If `home` is on S3, `path` is a local copy, and it is updated unless another process locks it.
 
-    config: None for the stored configuration.
+    config: by default the stored configuration.
     """
     if home is not None:
         prune_copies(keep=path)
         with try_lock(path) as has_lock:
-            if has_lock:  # otherwise another process writes to the local copy, which is then newer than the one on S3
+            if has_lock:  # otherwise another process writes to the copy, which is then newer than the original
                 Mirror(home, path).pull()
     return RunFolder(path, config or stored_config(path), home)
 
 
 def stored_config(path: Path) -> RunConfig:
-    """The configuration of a run's folder: config.yaml with what was decided in place of `auto`. Raises UserError."""
+    """The configuration in a run's folder, with decisions in place of `auto`. Raises UserError or DamagedError."""
     file, decided = path / "config.yaml", path / DECISIONS
     with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
         values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
@@ -78,7 +80,7 @@ def stored_config(path: Path) -> RunConfig:
 
 
 def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
-    """The configuration with the precisions of an earlier attempt at the same run, where they are `auto`."""
+    """The configuration, in which the precisions of an earlier attempt at the run take the place of `auto`."""
     for section, key in DECIDED:
         own, kept = getattr(config, section), getattr(getattr(earlier, section), key)
         if getattr(own, key) == "auto":
@@ -119,7 +121,7 @@ class RunMetadata:
         )
 
 
-METADATA = TypeAdapter(RunMetadata)  # built here and not in the threads that read many runs
+METADATA = TypeAdapter(RunMetadata)  # built once, because threads of `raycap runs` cannot build it at the same time
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ class RunFolder:
     """The folder of one run.
 
     path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
-    original on S3, of which `path` is a copy; None for a local storage. written: the configuration as the user wrote
-    it; None if it is `config`. A worker gets a pickle of this object, and must open the folder with `on_worker`.
+    original folder if the storage is on S3; `path` is then a copy of it. written: the configuration as the user wrote
+    it, or None if it is `config`. A worker gets a pickle of this object, and must open the folder with `on_worker`.
     """
 
     path: Path
@@ -148,13 +150,14 @@ class RunFolder:
     written: RunConfig | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves the cached properties and the tracker, whose address may be secret, out of the pickle."""
+        """The pickle contains neither cached properties nor the tracker, whose address may be secret."""
         return RunFolder, (self.path, self.config.without_tracker(), self.home)
 
     def write_config(self) -> None:
-        """Writes config.yaml as the user wrote it, and the decisions of `auto`, unless they have this content already.
+        """Writes the configuration as the user wrote it, and the decisions in a file of their own.
 
-        `raycap run` with this config.yaml is therefore the same run.
+        Because config.yaml still says `auto`, `raycap run` with it is the same run. Files that have this content
+        already are not written.
         """
         written = self.written or self.config
         decided = {
@@ -169,10 +172,10 @@ class RunFolder:
                 self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
-        """The folder for a worker on this machine. For a run on S3 it is an updated copy for the workers of one driver.
+        """The folder for a worker on this machine. If the run is on S3, it is an updated copy of the folder.
 
-        driver_token: of the worker's driver; by default of the driver that works on the run now. Copies for earlier
-        drivers are deleted, because their workers must not write to the run any more.
+        driver_token: of the worker's driver; by default of the driver that works on the run now. The workers of each
+        driver have a copy of their own. Those of earlier drivers are deleted, because their workers must not write.
         """
         if self.home is None:
             return self
@@ -195,7 +198,7 @@ class RunFolder:
             remove_copy(self.path, unused_for_s)
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Keeps `prune_copies` from removing this copy during the context. Several processes may use a copy."""
+        """Keeps other processes from removing this copy during the context. Several processes may use it."""
         return nullcontext() if self.home is None else file_lock(self.path / ".lock", shared=True)
 
     def pull(self, under: str = "") -> None:
@@ -227,7 +230,7 @@ class RunFolder:
             return Dataset.load(self.path / "data.arrow")
 
     def training_images(self, stage: StageSection) -> Dataset:
-        """The images whose captions a stage learns; for SCST only those whose captions can reward samples."""
+        """The images whose captions a stage learns. SCST leaves out those of sources that are not rewarded."""
         data = self.config.data
         return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
 
@@ -248,7 +251,7 @@ class RunFolder:
 
     @property
     def summary(self) -> Values | None:
-        """The content of COMPLETE.json; None while the run is not complete."""
+        """The content of COMPLETE.json, or None if the run is not complete."""
         path = self.path / "COMPLETE.json"
         if not path.is_file():
             return None
@@ -259,14 +262,14 @@ class RunFolder:
             return values
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
-        """Names a file that the run needs, if reading it fails in the context."""
+        """If reading a file fails in the context, raises an error that names it. The run cannot do without it."""
         return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
 
     def token(self, name: str) -> str:
-        """The current "driver_token" or "worker_group_token"; "" if none was written yet.
+        """The current "driver_token" or "worker_group_token", or "" if none was written yet.
 
-        A worker stops writing when a token differs from the one with which it started, because another driver or
-        another group of workers then works on the run.
+        If a token differs from the one with which a worker started, another driver or another group of workers works on
+        the run, and the worker stops writing.
         """
         try:
             return (self.root / "log" / name).read_bytes().decode()
@@ -301,10 +304,10 @@ class RunFolder:
             return TypeAdapter(StageResult).validate_python(read_json(path))
 
     def delivered(self) -> StageSection | None:
-        """The finished stage whose weights the run delivers; None if there is none.
+        """The finished stage whose weights the run delivers, or None.
 
-        Of the stages that were kept, it is the last one, or with `deliver: best` the one with the highest validation
-        CIDEr-D. Of equal stages it is the later one.
+        Only stages that were kept count. With `deliver: last` it is the last one. With `deliver: best` it is the one
+        with the highest validation CIDEr-D, and the later one of equals.
         """
         kept = [(stage, result) for stage in self.config.stages if (result := self.result(stage.name)) and result.kept]
         if not kept:
@@ -314,7 +317,7 @@ class RunFolder:
         return max(reversed(kept), key=lambda item: item[1].best_score)[0]
 
     def delivered_weights(self, part: str) -> Path:
-        """The file with the weights of `part` (model or backbone) that the run delivers. Raises as `weights_after`."""
+        """The file with the weights of `part` (model or backbone) that the run delivers. Raises DamagedError."""
         stage = self.delivered()
         return self._initial_weights(part) if stage is None else self.weights_after(stage, part)
 
@@ -326,8 +329,8 @@ class RunFolder:
     def weights_after(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
 
-        These are the stage's best weights, or for a part that it did not train the weights it started from. Raises
-        DamagedError for a missing file.
+        If the stage trained the part, these are its best weights, else those it started from. Raises DamagedError for a
+        missing file.
         """
         result = self.result(stage.name)
         if result is None:
@@ -337,7 +340,7 @@ class RunFolder:
     def weights_before(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from.
 
-        These are the best weights of the last earlier stage that trained the part and was kept, or else the run's
+        They come from the last earlier stage that trained the part and was kept. If there is none, they are the run's
         initial weights. Raises DamagedError for a missing file.
         """
         for earlier in reversed(self.before(stage)):
@@ -347,7 +350,7 @@ class RunFolder:
         return self._initial_weights(part)
 
     def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
-        """The file with the best weights of a part; None if the stage did not train it. Raises DamagedError."""
+        """The file with the best weights of a part, or None if the stage did not train it. Raises DamagedError."""
         folder = self.stage(stage.name)
         best = folder / f"best-{result.best_step}"
         for trained in ("model", part) if stage.train_backbone else ("model",):
@@ -366,13 +369,13 @@ class RunFolder:
 
 @contextmanager
 def _reading(path: Path, remedy: str) -> Iterator[None]:
-    """Raises DamagedError with the file's name and the remedy if the context cannot read the file."""
+    """If the context cannot read a file, raises DamagedError with its name and the remedy."""
     try:
         yield
     except DamagedError as error:
         raise DamagedError(f"{error}; {remedy}") from error
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {remedy}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:  # it holds other values than were written
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # the values are not those that were written
         reason = one_line(error).removeprefix(f"{path} ")
         raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error

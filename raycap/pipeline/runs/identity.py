@@ -1,7 +1,7 @@
 """The identity of a run: a hash of what decides its result.
 
-This is its configuration, its data and RESULTS_VERSION. `tests/integration/test_curves.py` fails when a change of the
-code changes losses, captions or scores of small runs, and asks for a higher version.
+This is its configuration, its data and RESULTS_VERSION. If a change of the code changes the losses, captions or scores
+of small runs, `tests/integration/test_curves.py` fails and asks for a higher version.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_identity(config: RunConfig, fingerprint: str) -> str:
 
 
 def config_identity(config: RunConfig) -> str:
-    """Hash of the configuration keys that affect the result; fields are marked with `models.config.Identity`.
+    """A hash of the configuration keys that affect the result. `models.config.Identity` marks the exceptions.
 
     The location of the data set is left out, because `run_identity` adds a fingerprint of its content. Raises
     UserError for a missing bundle or HDF5 file.
@@ -46,13 +46,13 @@ def config_identity(config: RunConfig) -> str:
 
 
 def _relevant_values(value: Any, config: RunConfig) -> Any:
-    """A section, or a value in one, as plain values, without the keys that do not affect the result."""
+    """The plain values of a section, or of a value in one, without the keys that do not affect the result."""
     if isinstance(value, tuple):
         return [_relevant_values(item, config) for item in value]
     if not (isinstance(value, BaseModel) or is_dataclass(value)):
         return value
     section: Any = type(value)
-    # A run with a backbone ignores the keys that only matter with region features, and the other way round.
+    # A run with a backbone ignores the keys for region features, and a run with regions those for a backbone.
     ignored = {Identity.IGNORED, Identity.WITH_REGIONS if config.has_backbone else Identity.WITH_BACKBONE}
     return {
         key: _relevant_values(_value_or_digest(getattr(value, key), mark, config), config)
@@ -63,7 +63,7 @@ def _relevant_values(value: Any, config: RunConfig) -> Any:
 
 @cache
 def identity_marks(section: Any) -> dict[str, Identity | None]:
-    """The mark of each key of a section (a pydantic model or a dataclass); None for a key without a mark."""
+    """The mark of each key of a section, or None. A section is a pydantic model or a dataclass."""
     names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
     hints = get_type_hints(section, include_extras=True)
     return {

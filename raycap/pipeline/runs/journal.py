@@ -1,15 +1,15 @@
 """The run's journal: metrics as JSON lines, which rank 0 writes and the driver reads.
 
-The terminal, the tracker and the report read the journal, so that a tracker that is down does not affect training.
-Every entry has the keys stage, kind, step and time (seconds since the epoch); its other keys depend on its kind:
+The terminal, the tracker and the report read the journal. Training writes only the journal, so that a tracker that is
+down does not stop it. Every entry has the keys stage, kind, step and time (seconds since the epoch), and further keys:
 
     train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
     validation  CIDEr-D, best, seconds
     event, notice, reward, validating, done  text
-    resume      none; the stage's earlier entries after this step do not count, because training repeats these steps
+    resume      none. Training repeats the steps after this one, and earlier entries of them do not count.
 
-The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part, so that a
-run on S3 uploads and downloads at most about PART_BYTES at a time, however long it trains.
+The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part. So a run on
+S3 uploads and downloads at most about PART_BYTES at a time, however long it trains.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from raycap.models.config import Values
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
-JOURNAL_EVERY_S = 3.0  # For a run on S3, the seconds between two uploads of the journal, and between two downloads.
+JOURNAL_EVERY_S = 3.0  # seconds between two uploads or two downloads of a journal on S3
 PART_BYTES = 2**18  # about 1,000 entries
 
 Entry = Values
 
 
 class Journal:
-    """Appends the entries of one stage, in parts that no other writer has begun.
+    """Appends the entries of one stage. Each writer begins a new part, so that no two write to the same file.
 
     Earlier entries of the stage after `step` do not count any more.
     """
@@ -52,9 +52,9 @@ class Journal:
             self._begin_part()
 
     def upload(self, home: StoragePath) -> None:
-        """Uploads the new lines to the folder `home`, with the part they are in. For one thread at a time."""
+        """Uploads the parts with new lines to the folder `home`. Only one thread at a time may call it."""
         for part in self._unsent.copy():
-            is_complete = part != self._unsent[-1]  # before it is read, because another thread may write meanwhile
+            is_complete = part != self._unsent[-1]  # asked before the part is read, because another thread writes
             (home / part.name).write_bytes(part.read_bytes())
             if is_complete:
                 self._unsent.remove(part)
@@ -67,7 +67,7 @@ class Journal:
 
 
 def read_journal(folder: Path) -> list[Entry]:
-    """All entries that count. A line that a killed writer left incomplete is skipped."""
+    """All entries that count. If a writer was killed, its last line may be incomplete, and is skipped."""
     entries: list[Entry] = []
     for part in _parts(folder):
         for entry in _parse(read_regular_file(part)):  # opening a pipe would wait for a writer
@@ -85,7 +85,7 @@ def journal_bytes(folder: Path) -> int:
 
 
 class Follower:
-    """Returns each new entry once, even when a resumed stage repeats steps. It reads only what was added."""
+    """Returns each new entry once, even if a resumed stage repeats its step. It reads only what was added."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -134,9 +134,9 @@ def _parse(lines: bytes) -> list[Entry]:
 
 
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
-    """The key by which `Follower` recognizes an entry: it returns only the first of several with equal keys.
+    """The key by which `Follower` recognizes an entry. Of several entries with equal keys it returns the first.
 
-    Metrics are compared without their time, because a resumed stage repeats steps with equal metrics. A text that is
-    written again at the same step is a new entry.
+    The key of metrics has no time, because a resumed stage repeats steps with equal metrics. That of a text has one,
+    because a text that is written again at the same step is a new entry.
     """
     return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

@@ -1,6 +1,6 @@
-"""Checks before a command writes or starts anything: the storage, the named files, and the sizes of the model.
+"""Checks of the storage, of named files and of the model's sizes, before a command writes or starts anything.
 
-Mistakes that the user can correct raise UserError and leave nothing behind.
+A mistake that the user can correct raises UserError, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_storage(config: RunConfig) -> None:
 
 @contextmanager
 def storage_errors(endpoint: str, remedy: str) -> Iterator[None]:
-    """Raises UserError for the errors of S3 that does not answer, or has no such bucket or credentials.
+    """Turns errors of S3 in the context into UserError: no answer, no such bucket, or wrong credentials.
 
     endpoint: the setting with the server's address. remedy: what to do if the bucket does not exist.
     """
@@ -129,14 +129,14 @@ def _require_file(key: str, name: str | None) -> None:
 
 
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
-    """Raises UserError if the configuration's constraint file has words for test images outside the vocabulary."""
+    """Raises UserError if the constraint file asks test images for words that the vocabulary lacks."""
     if config.evaluation.constraints is not None:
         images = dataset.split(*config.data.test_splits).column("image_id")
         load_automata(Path(config.evaluation.constraints), images, vocabulary)
 
 
 def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> int:
-    """The number of token positions that training captions, SCST samples and evaluation need.
+    """The number of token positions that the model needs for training captions, SCST samples and evaluation.
 
     Raises UserError if the configured number is too small for the longest training caption.
     """
@@ -152,7 +152,7 @@ def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -
 
 
 def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
-    """The backbone of a configuration, with its weights, or else with weights drawn from the seed.
+    """The backbone of a configuration. with_weights: if false, its weights are drawn from the seed.
 
     Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
     """
@@ -172,9 +172,10 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
 
 
 def require_possible(config: RunConfig) -> None:
-    """Raises UserError for a model that has more parameters than any machine can hold.
+    """Raises UserError if the model has more parameters than any machine can hold.
 
-    It also refuses `freeze` or `layer_decay` of a stage that do not fit the parameters. The weights need no memory.
+    It also raises it if `freeze` or `layer_decay` of a stage do not fit the parameters. The model is made without
+    memory for its weights.
     """
     import torch
 
@@ -197,9 +198,9 @@ def require_possible(config: RunConfig) -> None:
 
 
 def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
-    """The part of `require_possible` for the captioning model, which is returned without memory for its weights.
+    """Checks the captioning model for `require_possible`, and returns it without memory for its weights.
 
-    The data, which are not read yet, may make it larger.
+    It has 100 words. The data, which are not read yet, may make it larger.
     """
     from raycap.models.captioner import model_on_meta
 

@@ -1,7 +1,7 @@
 """Creates a run's folder from a configuration: data, vocabulary, model sizes and initial weights.
 
-The weights are drawn from the seed, or read from files, or taken over from a model bundle (`init_from`) with its
-vocabulary. Preparation is quick and checks the data and the configuration before it writes any file.
+The weights are drawn from the seed, read from files, or copied from a model bundle with its vocabulary (`init_from`).
+Preparation checks the data and the configuration before it writes any file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
-MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # these model keys do not have to equal the bundle's
+MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # model keys that may differ from the bundle's
 
 
 def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
@@ -57,8 +57,8 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
 
     data: the result of `find_data`, given by a process that prepares many runs on the same data.
 
-    Raises UserError for data that cannot be trained on. Unreadable images are left out and counted, as long as they
-    are at most `data.max_bad_fraction` of the images.
+    Unreadable images are left out. Raises UserError for data that cannot be trained on, or if more than
+    `data.max_bad_fraction` of the images cannot be read.
     """
     dataset, unreadable = data or find_data(config)
     dataset = readable(dataset, unreadable, config)
@@ -74,9 +74,10 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
 
 
 def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
-    """True if data.arrow of an existing run holds the data set that the run was found by.
+    """True if data.arrow of an existing run holds this data set.
 
-    False if the file is damaged, or if the same images have moved to another location before the run is complete.
+    It is false if the file is damaged, or if the images have moved to another place and the run is not complete. The
+    places of a complete run's images do not matter.
     """
     columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]
     try:
@@ -89,7 +90,7 @@ def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     """The folder of the run that a configuration and its data identify. The folder may not exist yet.
 
-    The configuration gets the decisions of an earlier attempt at the run, if there was one.
+    If there was an earlier attempt at the run, the configuration gets its decisions in place of `auto`.
     """
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = replace(open_folder(config.working_path / name, config.home(name), config), written=config)
@@ -197,7 +198,7 @@ def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary)
 
 
 def _extended(bundled: Vocabulary, vocabulary: Vocabulary, label: str) -> Vocabulary:
-    """The bundle's words with their ids, followed by the words of `vocabulary` that the bundle lacks.
+    """The bundle's words with their ids, then the words of `vocabulary` that the bundle lacks.
 
     Raises UserError when the two vocabularies were made by different tokenizers. label: the bundle's name in messages.
     """
@@ -215,8 +216,8 @@ def _extended(bundled: Vocabulary, vocabulary: Vocabulary, label: str) -> Vocabu
 def _copy_bundle(bundle: Bundle, model: CaptionModel, backbone: Backbone | None, label: str) -> None:
     """Copies a bundle's weights into a run's new modules. Rows of new words and positions keep their values.
 
-    For a run without a backbone (region features), the bundle's backbone is ignored. Raises UserError when the two
-    models differ in configuration or in shapes.
+    If the run reads region features, the bundle's backbone is ignored. Raises UserError when the two models differ in
+    configuration or in shapes.
     """
     captioner = bundle.captioner
     if backbone is not None and captioner.backbone is None:
@@ -247,4 +248,4 @@ def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: Collection[i
                 f"{label}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(copy.shape)}; "
                 "set the same sizes"
             )
-        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # fills the first places of every dimension
+        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # new rows come after the copied ones

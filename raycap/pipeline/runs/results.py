@@ -38,7 +38,7 @@ CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the re
 
 
 def _bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
-    """The local folder of a run's bundle, models/NAME/RUN below the storage, or of a stage's, models/NAME/RUN-STAGE."""
+    """The local folder of the bundle of a run, models/NAME/RUN, or of one of its stages, models/NAME/RUN-STAGE."""
     name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
     return folder.config.working_path / "models" / folder.config.name / name
 
@@ -58,9 +58,9 @@ def local_bundle(folder: RunFolder) -> Path:
 
 
 def bundle_run(folder: RunFolder, stage: StageSection | None = None) -> Path:
-    """Writes the bundle and returns its local folder.
+    """Writes a bundle with the weights that the run delivers, and returns its local folder.
 
-    stage: bundle the best weights of this stage, even if the run did not keep it; None for what the run delivers.
+    stage: if given, the bundle has the best weights of this stage, even if the run did not keep it.
     """
     from raycap.models.captioner import build_captioner
 
@@ -82,9 +82,10 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None) -> Path:
 def stored_captions(
     folder: RunFolder, images: Mapping[str, Dataset], digests: Mapping[str, str]
 ) -> dict[str, dict[int, ImageCaption]] | None:
-    """The captions of an earlier attempt, by split and image id; None unless they are those of this bundle and images.
+    """The captions of an earlier attempt, by split and image id. digests: of the bundle, as scores.json records them.
 
-    digests: of the bundle, which scores.json records. Damaged files are named in the log, and the result is None.
+    Returns None if they are captions of another bundle or of other images. If a file is damaged, the log names it, and
+    the result is None.
     """
     path = folder.path / "scores.json"
     try:
@@ -108,7 +109,7 @@ def stored_captions(
 
 
 def validation_by_stage(folder: RunFolder) -> dict[str, float]:
-    """CIDEr-D on the validation split after each stage, from the captions of its best weights, by stage name."""
+    """Validation CIDEr-D of each stage, by its name, computed from the captions of its best weights."""
     config, values = folder.config, {}
     part = folder.dataset.split(config.data.val_split)
     for stage in config.stages:

@@ -87,7 +87,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file that `write_json` wrote. Raises DamagedError for a file that is empty, cut or changed."""
+    """The value in a file that `write_json` wrote. Raises DamagedError if the file is cut or not JSON."""
     return decode_json(path.read_bytes(), str(path))
 
 
@@ -108,7 +108,7 @@ def decode_json(data: bytes, name: str) -> Any:
 def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Lets one process of this machine at a time run the block. The end of a process also releases its lock.
 
-    shared: other processes may also have the lock as shared.
+    With `shared`, any number of processes may be in such blocks at once, but none in a block without it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -118,7 +118,7 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 @contextmanager
 def try_file_lock(path: Path) -> Iterator[bool]:
-    """Tries to take the lock for the length of the context. Gives False if another process has it."""
+    """Holds the lock during the block. Yields False if another process has it, instead of waiting."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -139,17 +139,18 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # network file systems may not do it for a folder
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+    except OSError as error:
+        is_unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+        if not (path.is_dir() and is_unsupported):  # network file systems may not flush a folder
             raise
     finally:
         os.close(descriptor)
 
 
 def require_writable(name: str, folder: Path) -> None:
-    """Raises UserError if no folder can be made in a folder. name: the key or option that names it."""
+    """Raises UserError if nothing can be made in a folder. name: the key or option that names it."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # /proc has permissions that it does not keep
+        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # the permissions of /proc do not tell
             pass
     except OSError as error:
         raise UserError(

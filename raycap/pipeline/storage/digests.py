@@ -22,7 +22,7 @@ from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
-MAX_HOLES = 10  # a larger file than this many times its blocks on the disk is sparse; file systems may compress, too
+MAX_HOLES = 10  # a file with more than this many times the bytes of its blocks on the disk is sparse, not compressed
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
@@ -42,7 +42,7 @@ def digests_in(data: bytes, name: str) -> Values:
 
 
 def has_digest(path: Path, sha256: str) -> bool:
-    """Whether a local file has a digest. Reads the file unless this machine has found it whole before."""
+    """Whether a local file has this digest. The file is read only if this machine has not found it whole before."""
     status = path.stat()
     state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
     name = hashlib.sha256(state.encode()).hexdigest()

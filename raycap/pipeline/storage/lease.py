@@ -38,9 +38,10 @@ class LostLeaseError(RuntimeError):
 
 
 class LeaseRecord(BaseModel, frozen=True):
-    """The content of a lease's file. Unless renewed, the lease expires at `until` (Unix seconds); 0: it was returned.
+    """The content of a lease's file.
 
-    seconds: from a renewal to the expiry.
+    until: the Unix time at which the lease expires unless it is renewed; 0 if it was returned. seconds: the time from
+    a renewal to the expiry.
     """
 
     token: NonNegativeInt
@@ -54,10 +55,10 @@ class LeaseRecord(BaseModel, frozen=True):
 
 
 class Lease:
-    """A lease that this process has taken. As a context, it is renewed in the background and returned at the end."""
+    """A lease that this process has taken. In a `with` block a thread renews it, and its end returns the lease."""
 
     def __init__(self, path: StoragePath, record: LeaseRecord, tag: str) -> None:
-        """record: what this process wrote to the file `path`. tag: of that content."""
+        """record, tag: of the file `path` as this process wrote it."""
         self.path, self.seconds, self._record, self._tag = path, record.seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._loss: LostLeaseError | None = None  # what the background thread found
@@ -69,7 +70,7 @@ class Lease:
         return self._record.token
 
     def check(self) -> None:
-        """Raises LostLeaseError unless this process has the lease. Renews a lease that expires soon or has expired."""
+        """Raises LostLeaseError unless this process has the lease. Renews it if the last renewal is some time ago."""
         with self._lock:
             stored, tag = _read(self.path)
             if stored is None or tag is None or stored.nonce != self._record.nonce:
@@ -77,8 +78,8 @@ class Lease:
                 raise LostLeaseError(f"the lease {self.path} has passed to {holder}; token {self.token} is too late")
             self._record, self._tag = stored, tag
             now, renewal_interval = time.time(), self.seconds / RENEWALS_PER_LEASE
-            # until - seconds is the time of the last renewal
-            if stored.until < now + self.seconds - renewal_interval:
+            last_renewal = stored.until - self.seconds
+            if last_renewal + renewal_interval < now:
                 self._write(now + self.seconds)
 
     def check_last_renewal(self) -> None:
@@ -121,9 +122,9 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its present holder.
 
-    It waits half of the holder's lease time to see whether the holder renews the lease, or twice that if the lease has
-    not expired by this machine's clock. If nobody renews it meanwhile, it takes the lease, unless the holder's lease is
-    longer than `seconds` and has not expired. A pause is at most five times `seconds`.
+    It waits for half of the holder's lease time, but at most five times `seconds`, to see whether the holder renews the
+    lease. It waits twice if the lease has not expired by this machine's clock. If nobody has renewed the lease then, it
+    takes the lease. It leaves a lease that is longer than `seconds` and has not expired to its holder.
 
     The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
     then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.

@@ -53,10 +53,10 @@ class Mirror:
     ) -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        only: the names of the files to copy; None for all. check: called with the files to fetch before they are
-        fetched, and may raise an error. Checkpoints without their marker and hidden files are skipped. When the
-        folder's writer removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and
-        UserError for an object whose name leads out of the copy.
+        only: the names of the files to copy, by default all. check: gets the files to fetch before they are fetched,
+        and may raise an error. Hidden files are left out, and checkpoints without their marker. If the folder's writer
+        removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and UserError for
+        an object whose name leads out of the copy.
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
@@ -117,7 +117,7 @@ class Mirror:
         return states
 
     def _fetch(self, name: str) -> list[Any] | None:
-        """Downloads a file. Returns its entry for the record; None if the object was removed after the listing."""
+        """Downloads a file. Returns its entry for the record, or None if the object was removed after the listing."""
         path = self.local / name
         with suppress(FileNotFoundError), atomic_path(path, durable=False) as temporary:
             entry = (self.home / name).download(temporary)
@@ -125,15 +125,15 @@ class Mirror:
         return None
 
     def _send(self, name: str) -> list[Any] | None:
-        """Uploads a file. Returns its entry for the record; None if the file was removed meanwhile."""
+        """Uploads a file. Returns its entry for the record, or None if the file was removed after the listing."""
         path = self.local / name
         try:
             state = _state(path)
             return [(self.home / name).upload(path), state]
         except FileNotFoundError:
             if path.exists():
-                raise  # the bucket must be missing, because the file exists
-            return None  # the file was removed after the listing; the next push removes the object
+                raise  # the file exists, so the bucket is missing
+            return None  # the next push removes the object
 
     def _remove_empty_folders(self, under: str) -> None:
         """Removes folders without files from the copy, because S3 has no empty folders."""
@@ -182,9 +182,10 @@ def _visible_files(start: Path) -> Iterator[Path]:
 
 
 def _is_visible(name: str) -> bool:
-    """Whether a copy contains an object: hidden ones and the folder marks of S3's console are left out."""
+    """Whether a copy contains an object. It has no hidden ones and no folder marks, which S3's console makes."""
     is_hidden = any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
-    return bool(name) and not name.endswith("/") and not is_hidden
+    is_folder = not name or name.endswith("/")
+    return not is_hidden and not is_folder
 
 
 def _state(path: Path) -> list[int]:
@@ -199,7 +200,7 @@ def _is_marker(name: str) -> bool:
 
 
 def _without_unfinished(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries without those of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
+    """Leaves out the files of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
     folders = {name: PurePosixPath(name).parent for name in entries}
     complete = {folder for name, folder in folders.items() if _is_marker(name) or not folder.name.startswith("step-")}
     return {name: entry for name, entry in entries.items() if folders[name] in complete}
@@ -214,9 +215,9 @@ def prune_copies(keep: Path) -> None:
 
 
 def remove_copy(copy: Path, unused_for_s: float) -> None:
-    """Removes a copy, unless a process has locked it or has pushed or pulled it within the last `unused_for_s` seconds.
+    """Removes a copy that no process has locked, and that no process has pushed or pulled for `unused_for_s` seconds.
 
-    What was not sent is lost. The work that made it is repeated from what S3 has.
+    Files that were not sent are lost. The work that made them is repeated from what S3 has.
     """
     record = copy.with_name(f".{copy.name}{RECORD_SUFFIX}")
     with suppress(FileNotFoundError):  # another process removes it

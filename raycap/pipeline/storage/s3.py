@@ -29,8 +29,8 @@ PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in par
 PARTS_AT_A_TIME = 4
 RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
 PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
-PAUSE_S = 0.5  # the longest pause after a cut body, and before a repeated conditional write
-BODY_ATTEMPTS = 10  # for a body that is cut, or an object that others write at the same time
+ATTEMPTS = 10  # of a read whose body was cut, or of a transfer that met another writer
+PAUSE_S = 0.5  # the longest pause between two of these attempts
 
 
 class StorageError(OSError):
@@ -57,8 +57,8 @@ class Entry(NamedTuple):
 class StorageOptions:
     """How S3 is reached."""
 
-    endpoint_url: str | None = None  # None: from the usual AWS sources (environment, profile, instance role)
-    region: str | None = None  # None: from the same sources
+    endpoint_url: str | None = None  # by default from the usual AWS sources (environment, profile, instance role)
+    region: str | None = None  # by default from the same sources
     retry_minutes: float = RETRY_MINUTES  # how long a request that fails is repeated
 
     @property
@@ -71,7 +71,7 @@ class StorageOptions:
 class S3Object:
     """An object, or all objects below a prefix.
 
-    Methods raise FileNotFoundError without the object or the bucket, and StorageError for every other failure.
+    Methods raise FileNotFoundError if the object or the bucket does not exist, and StorageError for other failures.
     """
 
     uri: str
@@ -86,18 +86,19 @@ class S3Object:
             with self._errors_translated():
                 self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
         except StorageError as error:
-            if not isinstance(error.__cause__, ClientError):  # a server that refuses a request has answered
+            has_answered = isinstance(error.__cause__, ClientError)  # perhaps with a refusal
+            if not has_answered:
                 raise
 
     def get(self, max_bytes: int | None = None, **extra: str) -> tuple[bytes, str]:
-        """The content and the tag. extra: more parameters of GetObject, such as Range.
+        """Returns the content and the tag. extra: more parameters of GetObject, such as Range.
 
-        Raises OSError without reading the content if it has more than `max_bytes` bytes.
+        Raises OSError before it reads the content if that has more than `max_bytes` bytes.
         """
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         with self._errors_translated():
-            for attempt in range(BODY_ATTEMPTS):
+            for is_last in _attempts():
                 response = self._client.get_object(**self._location, **extra)
                 if max_bytes is not None and response["ContentLength"] > max_bytes:
                     response["Body"].close()
@@ -105,16 +106,15 @@ class S3Object:
                 try:
                     return response["Body"].read(), str(response["ETag"])
                 except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
-                    if attempt == BODY_ATTEMPTS - 1:
+                    if is_last:
                         raise
-                    time.sleep(random.uniform(0, PAUSE_S))
         raise AssertionError("the last attempt returns or raises")
 
     def put_if(self, data: bytes, tag: str | None) -> str:
-        """Replaces the object if it has this tag (None: if there is no object). Returns the new tag.
+        """Replaces the object if it has this tag, and returns the new tag. With the tag None, no object may exist.
 
-        Raises ConflictError when another writer was faster. `data` must be unique, for example by a nonce: when the
-        answer to a successful write is lost, the repeated write is refused, and only the content shows the success.
+        Raises ConflictError if another writer was faster. `data` must be unique, for example by a nonce. If the answer
+        to a successful write is lost, the repeated write is refused, and only the content shows that it was successful.
         """
         from botocore.exceptions import ClientError
 
@@ -122,15 +122,15 @@ class S3Object:
         # the object was replaced or, where it must exist, removed
         refusals = {HTTPStatus.PRECONDITION_FAILED} | ({HTTPStatus.NOT_FOUND} if tag is not None else set())
         with self._errors_translated():
-            for attempt in range(BODY_ATTEMPTS):
+            for is_last in _attempts():
                 try:
                     return str(self._client.put_object(**self._location, Body=data, **condition)["ETag"])
                 except ClientError as error:
                     if _status(error) in refusals:
                         break
-                    if _status(error) != HTTPStatus.CONFLICT or attempt == BODY_ATTEMPTS - 1:
+                    is_busy = _status(error) == HTTPStatus.CONFLICT  # another conditional write is under way
+                    if is_last or not is_busy:
                         raise
-                time.sleep(random.uniform(0, PAUSE_S))  # another conditional write is under way
         with suppress(FileNotFoundError):
             content, new_tag = self.get()
             if content == data:
@@ -141,7 +141,7 @@ class S3Object:
         """Replaces the object by a file of `size` bytes, a large file in parts. Returns the object's tag."""
         with self._errors_translated():
             if size <= 2 * PART_BYTES:
-                # the content and not the file, which a writer may extend between the checksum and the transfer
+                # The content is sent, because a writer may extend the file between the checksum and the transfer.
                 return str(self._client.put_object(**self._location, Body=file.read())["ETag"])
             self._client.upload_fileobj(file, *self._location.values(), Config=self._transfer_config)
         return self.head().tag
@@ -149,12 +149,11 @@ class S3Object:
     def download(self, path: Path) -> Entry:
         """Writes one version of the object to a local file. Returns the version's size and tag.
 
-        If the object is replaced meanwhile, they are those of the new version. Raises StorageError for a large object
-        that is replaced during every attempt.
+        A large object that is replaced meanwhile is downloaded again. Raises StorageError if this happens every time.
         """
         from s3transfer.exceptions import S3DownloadFailedError
 
-        for _ in range(BODY_ATTEMPTS):
+        for _ in _attempts():
             found = self.head()
             if found.size <= 2 * PART_BYTES:
                 data, tag = self.get()
@@ -165,7 +164,7 @@ class S3Object:
                 self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
                 if self.head() == found:
                     return found
-        raise StorageError(f"{self.uri}: storage failed: the object was replaced during {BODY_ATTEMPTS} downloads")
+        raise StorageError(f"{self.uri}: storage failed: the object was replaced during {ATTEMPTS} downloads")
 
     def head(self) -> Entry:
         """The object's size and tag."""
@@ -234,12 +233,19 @@ class S3Object:
         return StorageError(f"{self.uri}: storage failed: {reason}")
 
 
+def _attempts() -> Iterator[bool]:
+    """Yields ATTEMPTS times whether it is the last attempt, and pauses before each attempt but the first."""
+    for number in range(1, ATTEMPTS + 1):
+        yield number == ATTEMPTS
+        time.sleep(random.uniform(0, PAUSE_S))
+
+
 def is_remote(uri: str) -> bool:
     return uri.startswith(REMOTE)
 
 
 def _status(error: Any) -> int:
-    """The HTTP status of a botocore ClientError; 0 without one."""
+    """The HTTP status in a botocore ClientError, or 0."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
@@ -249,7 +255,7 @@ def _client(options: StorageOptions, pid: int) -> Any:
     import boto3
     from botocore.config import Config
 
-    # Pause number i is random, below 2 ** i seconds, from i = 0. All pauses take about `retry_minutes`.
+    # The first pause is a random part of 1 s, the next one of 2 s, then 4 s. All pauses take about `retry_minutes`.
     attempts = 1 + int(math.log2(1 + 120 * options.retry_minutes))
     config = Config(
         connect_timeout=5,

@@ -33,7 +33,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
 
 
 def keep_weights(module: nn.Module, folder: Path) -> Path:
-    """The file with the state of a module, named by the digest of its content. It is written if it is missing."""
+    """Writes the state of a module unless `folder` has it. Returns the file, which is named by its digest."""
     from safetensors.torch import save
 
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()})
@@ -76,7 +76,7 @@ def export_backbone(source: Path, target: Path) -> None:
 
 
 def weights_file_digest(path: Path) -> str:
-    """The SHA-256 of a safetensors file, which is the same for files of equal tensors."""
+    """The SHA-256 of a safetensors file. Files with equal tensors have equal digests."""
     status = path.stat()
     return _digest(str(path), status.st_size, status.st_mtime_ns)
 

@@ -1,11 +1,12 @@
 """The batches of a stage: the samples that a worker gets at a step, with features (or pixels) and caption tokens.
 
-A sample is an image with `captions_per_image` captions. For cross entropy with one caption per image it is an
+A sample is an image with `captions_per_image` captions. If cross entropy uses one caption per image, a sample is an
 (image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone, so a stage
 can resume at any step with any number of workers.
 
-The order of samples is a permutation that depends on seed and epoch, computed position by position: a keyed Feistel
-network over the next power of four, with cycle walking for values outside the data set. It needs no table.
+The order of samples is a permutation that depends on seed and epoch. It is computed position by position, without a
+table, by a keyed Feistel network over the next power of four. Values outside the data set are permuted again until
+they are inside (cycle walking).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.names import shown
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
-CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # last parts of seeds, which make them unlike those of `samples_at`
+CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # the last part of a seed, so that it differs from those of `samples_at`
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
 
 def share(size: int, index: int, count: int) -> slice:
-    """One of `count` contiguous shares of a batch of `size` samples. The sizes of shares differ by one at most."""
+    """The share with this index, if `size` samples are divided into `count` contiguous shares of nearly equal size."""
     return slice(index * size // count, (index + 1) * size // count)
 
 
@@ -98,17 +99,17 @@ class Batch:
     images: Tensor  # (B,) rows of the data set, int64
     global_targets: int  # target tokens of the whole optimizer step, over all workers
     global_images: int  # images of the whole optimizer step
-    transform: ImageTransform | None = None  # that of the pixels, where the features are pixels
+    transform: ImageTransform | None = None  # if the features are pixels, how they become model inputs
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """The batch on `device`, with features of type `dtype` (see `on_device`), and pixels channels-last."""
+        """The batch on `device`. Its features get the type `dtype`, and pixels become channels-last."""
         features = on_device(self.features, device, dtype, self.transform)
         if features.tokens.ndim == 4:
             features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
         return self._mapped(features, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """The batch in page-locked memory, from which the copy to a GPU does not block the processor."""
+        """The batch in page-locked memory, so that the copy to a GPU does not block the processor."""
         return self._mapped(map_tensors(self.features, Tensor.pin_memory), Tensor.pin_memory)
 
     def _mapped(self, features: Features, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -118,15 +119,15 @@ class Batch:
 
 
 def target_positions(tokens: Tensor, pad: int) -> Tensor:
-    """`Batch.target_positions` of tokens (R, T). The loader computes it, because on a GPU it would block."""
+    """`Batch.target_positions` of tokens (R, T). It is computed here, because on a GPU the processor would wait."""
     return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
 
 
 class Batches:
     """The batches of one stage for one worker. `at(step)` does not depend on earlier calls.
 
-    A step's samples are shared among the workers, and each worker's among its micro-steps. The shares need not be
-    equal, because a loss is divided by the counts of the whole step (`Batch.global_targets`, `Batch.global_images`).
+    The samples of a step are divided among its micro-steps and among the workers. The shares need not be equal,
+    because a loss is divided by the counts of the whole step (`Batch.global_targets`, `Batch.global_images`).
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class Batches:
         world_size: int,
         pins: bool = False,
     ) -> None:
-        """pins: prepare the batches in page-locked memory, for a GPU."""
+        """pins: if true, batches are in page-locked memory, for a GPU."""
         self.images, self.captions, self.stage = images, captions, stage
         self.seed, self.rank, self.world_size, self.pins = seed, rank, world_size, pins
         self.num_samples = len(captions) if stage.samples_are_pairs else len(images)
@@ -151,14 +152,14 @@ class Batches:
         A thread prepares those of the next NUM_PREFETCHED steps while the caller computes the current one.
         """
         with ThreadPoolExecutor(1) as pool:
-            submitted = (pool.submit(self.at, step) for step in range(start, stop))  # submits one when asked for it
+            submitted = (pool.submit(self.at, step) for step in range(start, stop))  # each is submitted when drawn
             upcoming = deque(islice(submitted, NUM_PREFETCHED))
             try:
                 while upcoming:
                     current = upcoming.popleft().result()
                     upcoming.extend(islice(submitted, 1))
                     yield current
-            finally:  # the caller has stopped early
+            finally:  # the caller may have stopped early
                 pool.shutdown(cancel_futures=True)
 
     def at(self, step: int) -> list[Batch]:
@@ -186,7 +187,7 @@ class Batches:
         return batches
 
     def _load(self, rows: np.ndarray, seeds: np.ndarray) -> Features:
-        """`Images.load`. Raises ValueError naming the first image that cannot be decoded."""
+        """`Images.load`. If an image cannot be decoded, raises ValueError with its name."""
         try:
             return self.images.load(rows, seeds)
         except BadImage:
@@ -201,8 +202,8 @@ class Batches:
     def _rows(self, samples: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Image rows (S,) and caption rows (S, K) of S samples.
 
-        An image contributes K consecutive captions in cyclic order, from a random start. Over the epochs all of its
-        captions are used, and an image with fewer than K captions repeats some.
+        An image gives K consecutive captions, from a random start and in cyclic order. So all of its captions are used
+        over the epochs. An image with fewer than K captions repeats some.
         """
         if self.stage.samples_are_pairs:
             return self.captions.images_of(samples), samples[:, None]
@@ -214,7 +215,7 @@ class Batches:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 values that look random: splitmix64's finalizer (Steele, Lea and Flood 2014)."""
+    """A bijection of uint64 whose values look random: splitmix64's finalizer (Steele, Lea and Flood 2014)."""
     values = (values ^ (values >> np.uint64(30))) * _MULTIPLIERS[0]
     values = (values ^ (values >> np.uint64(27))) * _MULTIPLIERS[1]
     return values ^ (values >> np.uint64(31))
@@ -231,7 +232,7 @@ def seed_of(*parts: int) -> int:
 def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
     """Sample numbers at global positions (int64, any shape). Position p belongs to epoch p // num_samples.
 
-    Every epoch contains every sample once, in another order. The expected cost is O(len(positions)).
+    Every epoch contains every sample once, in another order. The expected time is proportional to the positions.
     """
     epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
     result = np.empty_like(offsets)
@@ -243,7 +244,7 @@ def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray
 
 
 def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """The seeds (S,) uint64 that decide the views of images in epochs, both (S,) whole numbers."""
+    """The seeds (S,) uint64 that decide the views of images (S,) in epochs (S,), which are whole numbers."""
     seeds = np.empty(len(images), np.uint64)
     for epoch in np.unique(epochs):
         mask = epochs == epoch
@@ -252,12 +253,12 @@ def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Applies the permutation of 0 to size - 1 that the seed decides to the values."""
+    """Where the values, from 0 to size - 1, go in the permutation that the seed decides."""
     shift = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
     permuted = _feistel(values, shift, keys)
     outside = np.flatnonzero(permuted >= size)
-    while len(outside):  # cycle walking: repeated application ends inside [0, size), and remains a bijection
+    while len(outside):  # Repeating it ends inside [0, size), and is still a bijection.
         again = _feistel(permuted[outside], shift, keys)
         permuted[outside] = again
         outside = outside[again >= size]

@@ -1,6 +1,6 @@
 """One step of every stage at its real batch size, before anything long starts.
 
-A lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
+So a lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
-NUM_STEPS = 2  # on a GPU, where the second step has the optimizer's moments in memory
+NUM_STEPS = 2  # on a GPU. The second step needs more memory, because the optimizer then has its moments.
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _one_step(folder: RunFolder, stage: StageSection, device: torch.device) -> N
     """One step of a stage; on a GPU NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
-        gc.collect()  # what an earlier step that failed has left
+        gc.collect()  # an earlier step that failed may have left tensors
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     train = folder.training_images(stage)
@@ -73,7 +73,7 @@ def _one_step(folder: RunFolder, stage: StageSection, device: torch.device) -> N
     objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     if reward is not None:
         check_reward(stage, reward)
-    computer = feature_computer(folder, stage, device, undecided="float32")  # which takes more memory than bfloat16
+    computer = feature_computer(folder, stage, device, undecided="float32")  # it takes more memory than bfloat16
     batch = with_features(_longest_batch(folder, stage, train), computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
@@ -88,13 +88,16 @@ def _one_step(folder: RunFolder, stage: StageSection, device: torch.device) -> N
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
-    """The largest micro-batch, with random features and the longest training captions. It needs the most memory."""
+    """The micro-batch that needs the most memory: the largest one, with the longest training captions.
+
+    Its features are random.
+    """
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
     captions = CaptionTokens.of(train, folder.vocabulary)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
-    # An image's rows may be captions of other images. Only their lengths matter here, because the features are random.
+    # Captions may belong to other images than those of the batch. Only their lengths matter here.
     images = captions.images_of(rows[:: stage.captions_per_image])
     side, width, transform = config.backbone.image_size, folder.metadata.sizes.feature_width, None
     if stage.train_backbone or config.features.store == "never":
@@ -102,7 +105,7 @@ def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Ba
         features = Features(torch.randint(256, (size, side, side, 3), dtype=torch.uint8))
     else:
         features = Features(torch.randn(size, num_tokens, width))
-    if not config.has_backbone:  # regions: every image has the largest number
+    if not config.has_backbone:  # every image has the largest number of regions
         features = Features(features.tokens, torch.full((size,), num_tokens), torch.rand(size, num_tokens, 4))
     tokens, targets = captions.padded(rows), int(captions.target_counts(rows).sum())
     positions = target_positions(tokens, captions.pad)

@@ -54,36 +54,36 @@ CANNOT_CLIMB = (
     "SCST cannot climb: validation CIDEr-D is 0.0000, and where every sampled caption has the reward 0, none is "
     "preferred. Train cross entropy longer; if the score stays 0, `raycap check` the data"
 )
-REPORT_VALIDATION_EVERY_S = 30.0  # the driver must see that a long validation or search makes progress
+REPORT_VALIDATION_EVERY_S = 30.0  # so that the driver sees progress during a long validation
 
 
 @dataclass(frozen=True)
 class StageJob:
     """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read.
 
-    With `features.store: never`, the store has the validation images only.
+    If `features.store` is never, the store has only the validation images.
     """
 
     folder: RunFolder
     stages: tuple[str, ...]
     store: StoragePath | Path | None
     excluded: tuple[str, ...] = ()  # content keys of images without features
-    driver_token: str = ""  # workers stop when the run has another token; "" switches this check off
-    removes_copies: bool = False  # a worker that ends removes its copy of a run on S3
-    caption_split: str | None = None  # the split that is captioned with the final weights after the stages
+    driver_token: str = ""  # workers stop when the run has another token. "" is not checked.
+    removes_copies: bool = False  # If true, a worker that ends removes its copy of a run on S3.
+    caption_split: str | None = None  # a split to caption with the final weights after the stages
 
 
 def train_stages(context: Context, job: StageJob) -> None:
-    """Runs the stages of a job that are not finished yet, one after the other, then captions its split, if it has one.
+    """Runs the unfinished stages of a job one after the other, and then captions its split, if it has one.
 
-    Ends early if the context must stop.
+    It ends early if the context must stop.
     """
-    require_driver(job.folder, job.driver_token)  # `on_worker` removes the copies of other drivers' workers
+    require_driver(job.folder, job.driver_token)  # before `on_worker`, which removes copies for other drivers
     folder = job.folder.on_worker(job.driver_token)
     try:
         _train_stages(context, job, folder)
     except AbandonedError:
-        if job.removes_copies and folder.home is not None:  # what the copy has not sent must not be sent any more
+        if job.removes_copies and folder.home is not None:  # what was not sent yet must not be sent any more
             shutil.rmtree(folder.path.parent, ignore_errors=True)
         raise
     finally:
@@ -96,7 +96,7 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
     token = ""
     if job.driver_token and context.world_rank == 0:
         token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
-    with folder.in_use():  # a machine without rank 0 pulls and pushes nothing during a stage
+    with folder.in_use():  # A machine without rank 0 touches no file of its copy during a stage.
         for name in job.stages:
             stage = folder.config.stage(name)
             if folder.result(name) is None:
@@ -137,10 +137,10 @@ def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device
 def feature_computer(
     folder: RunFolder, stage: StageSection, device: torch.device, undecided: str | None = None
 ) -> FeatureComputer | None:
-    """What computes the features of a frozen stage's training images; None where a store has them.
+    """Computes the features of training images at each step of a frozen stage. None if a store has them.
 
-    undecided: the precision to compute in while the storage has not decided on `features.compute_dtype: auto`. Raises
-    ValueError without it.
+    undecided: the precision if `features.compute_dtype` is auto and the storage has no decision yet. If it is None,
+    this raises ValueError.
     """
     config = folder.config
     if stage.train_backbone or config.features.store == "always":
@@ -153,14 +153,14 @@ def feature_computer(
 
 
 def with_features(batch: Batch, computer: FeatureComputer | None) -> Batch:
-    """The batch with features as a store would give them, on the computer's device, in place of pixels."""
+    """The batch with features in place of pixels. They are those of a store, on the computer's device."""
     if computer is None:
         return batch
     return replace(batch, features=Features(computer.features(batch.features.tokens)))
 
 
 def feature_dtype(stage: StageSection) -> torch.dtype:
-    """The type of a batch's features. For bfloat16 it is float32, because autocast converts them."""
+    """The type of a batch's features. If the precision is bfloat16, it is float32, which autocast converts."""
     return torch.float64 if stage.precision == "float64" else torch.float32
 
 
@@ -224,7 +224,7 @@ class StageRun:
         text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
         workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
-        # A stage that had already ended early is resumed only to write its result.
+        # A stage that had ended early is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
         if self.reward is not None and progress.step < stop:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
@@ -234,14 +234,14 @@ class StageRun:
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
-            # exchanged while the step is computed
+            # Workers exchange these flags while the step is computed.
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
             metrics.add(self.step(step, batches))
             progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
-                # A checkpoint is due. Before a validation of this step it would be wrong, because a resumed stage would
-                # skip this validation.
+                # A checkpoint is due. If this step ends with a validation, it is saved after it, because a stage that
+                # resumes from an earlier one would skip the validation.
                 self.had_notice, saved_at = True, -math.inf
                 text = STOPPING if must_stop else NOTICE
                 output.log("notice", progress.step, {"text": text, "total": self.total})
@@ -251,7 +251,7 @@ class StageRun:
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
             if self._validates_after(step):
                 self._validate()
-                # Validation also saves a checkpoint, and its time must not count in the metrics of training.
+                # Validation also saves a checkpoint. Its time must not count as training.
                 metrics, saved_at = StepMetrics(self.context), time.monotonic()
                 if progress.ended_early:
                     break
@@ -271,21 +271,21 @@ class StageRun:
         return True
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, Tensor]:
-        """Makes one optimizer step over this worker's micro-batches and returns its share of the metrics.
+        """Makes one optimizer step over this worker's micro-batches. Returns its share of the metrics.
 
-        No operation here waits for a GPU, except those of the objective.
+        Except for the objective, nothing here waits for a GPU.
         """
         set_rate(self.optimizer, self._rate(step))
         self.optimizer.zero_grad(set_to_none=True)
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
         metrics: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
-            batch = with_features(batch, self.computer)  # as in the extraction, outside of the stage's precision
+            batch = with_features(batch, self.computer)  # in the precision of extraction, not of the stage
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
-            generator = torch.Generator(device).manual_seed(seed ^ 1)  # other random numbers than those of dropout
+            generator = torch.Generator(device).manual_seed(seed ^ 1)  # not the random numbers of dropout
             batch = batch.to(device, feature_dtype(self.stage))
-            # DDP exchanges gradients in the backward pass, which is needed for the last micro-batch only.
+            # DDP exchanges gradients in the backward pass. Only that of the last micro-batch needs the exchange.
             skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
             exchange = self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext()  # type: ignore[operator]
             with float32_products(self.stage.precision), exchange:
@@ -316,14 +316,14 @@ class StageRun:
         return progress
 
     def _rate(self, step: int) -> float:
-        """The learning rate of a step, after the reductions on plateaus and before the factors of parameter groups."""
+        """The learning rate of a step with the reductions on plateaus. Factors of parameter groups come later."""
         stage, steps_per_epoch = self.stage, max(1, self.batches.num_samples // self.stage.batch_size)
         rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=steps_per_epoch, total_steps=self.total)
         plateau = self.stage.plateau
         return rate * plateau.factor**self.progress.reductions if plateau else rate
 
     def _validates_after(self, step: int) -> bool:
-        """True when a step passes a multiple of `validate_every_epochs`, and at the stage's end."""
+        """True if a step passes a multiple of `validate_every_epochs` or is the last one."""
         every = self.stage.validate_every_epochs * self.batches.num_samples / self.stage.batch_size
         return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
 
@@ -349,7 +349,7 @@ class StageRun:
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
     def _score(self, best: dict[int, RankedCaption]) -> float:
-        """Mean CIDEr-D of the best captions, where 1.404 is what papers print as 140.4. Equal on all ranks."""
+        """The mean CIDEr-D of the best captions, equal on all ranks. Papers print 1.404 as 140.4."""
         rows = [torch.tensor(hypothesis.ids) for hypothesis in best.values()]
         if self.folder.config.evaluation.collapse_repeats:
             rows = [torch.unique_consecutive(row) for row in rows]
@@ -358,7 +358,7 @@ class StageRun:
         return float(self.validation_reward(tokens, images).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
-        """Lowers the rate on a plateau, and ends the stage when it stops improving or SCST makes captions worse.
+        """Lowers the rate on a plateau. Ends the stage if it stops improving, or if SCST makes captions worse.
 
         All ranks come to the same decision, because they have the same score.
         """
@@ -373,14 +373,14 @@ class StageRun:
                 progress.ended_early = f"validation CIDEr-D fell to {score:.4f} from {reference:.4f}"
 
     def _initial_score(self) -> float:
-        """Validation CIDEr-D of the weights that this stage started from; -inf if no earlier stage was kept."""
+        """Validation CIDEr-D of the weights that this stage started from, or -inf if no earlier stage was kept."""
         earlier = [self.folder.result(stage.name) for stage in self.folder.before(self.stage)]
         return next((result.best_score for result in reversed(earlier) if result and result.kept), -math.inf)
 
     def _finish(self) -> None:
         """Rank 0 writes the stage's result and decides whether later stages use its weights."""
         progress, initial_score = self.progress, self._initial_score()
-        # An SCST stage that ended early is kept only if it had improved on the initial score before.
+        # If SCST ended early, the stage is kept only if it has improved on the score before it.
         must_be_better = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
         kept = not must_be_better or progress.best_score > initial_score
         verdict = "kept" if kept else f"not kept: the stage before has {initial_score:.4f}"
@@ -411,11 +411,12 @@ def caption_split(
     excluded: Sequence[str],
     output: StageOutput,
 ) -> None:
-    """Writes captions of a split from the weights that a run delivers, with the search of its section `evaluation`.
+    """Captions a split with the weights that a run delivers and the search of its section `evaluation`.
 
-    Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json. store: the features of the
-    initial backbone, which images with the content keys in `excluded` lack; a trained backbone reads the images.
-    output: of the run's last stage.
+    Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json.
+
+    store: features of the initial backbone. If a stage has trained the backbone, it reads the images instead. excluded:
+    content keys of images without features. output: of the run's last stage.
     """
     prepare_processor(folder.config.workers.threads_per_worker)
     captioner = _delivered_captioner(folder).to(context.device)
@@ -439,7 +440,7 @@ def caption_split(
 
 
 def _delivered_captioner(folder: RunFolder) -> Captioner:
-    """The captioner that a run delivers; with a backbone if a stage up to the delivered one trained it and was kept."""
+    """The captioner that a run delivers. If a stage has trained the backbone and was kept, it has this backbone."""
     config, stage, backbone = folder.config, folder.delivered(), None
     model = build_model(config.model, folder.metadata.sizes)
     load_weights(model, folder.delivered_weights("model"))

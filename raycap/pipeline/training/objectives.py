@@ -1,9 +1,9 @@
-"""The training objectives: they compute the loss of one micro-step from a batch, and the metrics to log.
+"""The training objectives. From a batch they compute the loss of one micro-step, and metrics for the log.
 
 Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
 
-- samples: multinomial, drawn with the key-value cache, without gradient and without dropout, from all words: drawn from
-  the most probable words only (`Decoding.top_k`, `top_p`), they would give the gradient of neither distribution;
+- samples: multinomial, drawn with the key-value cache, without gradient and without dropout. They are drawn from all
+  words, because `Decoding.top_k` and `top_p` change the distribution of samples, but not the loss below;
 - reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
   `reward` names others and their weights;
 - baseline: the mean reward of the image's other samples (leave one out);
@@ -12,9 +12,9 @@ Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of
 - loss: the mean over images and samples of -advantage x the sum of a caption's log-probabilities + `kl` x the sum of
   its divergences (see `caption_divergences`), divided by `fixed_length` if that is set.
 
-With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. One pass of the
-backbone and the encoder serves both passes of the decoder, which have the same dropout masks
-(`models/dropout.py`). So the gradient is that of the sampling itself. A greedy baseline has no dropout.
+With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. The decoder runs
+twice, to sample and to compute the loss. Both passes share one pass of the backbone and the encoder, and have the same
+dropout masks (`models/dropout.py`), so that the gradient is that of the sampling. A greedy baseline has no dropout.
 
 `ScstSection.signature` describes these settings in the notation of SacreEOS.
 """
@@ -35,11 +35,9 @@ from raycap.models.captioner import Captioner
 from raycap.models.config import Decoding
 from raycap.models.decoding.search import Beams, Decoder, ScoreRules, greedy, sample, search
 from raycap.models.dropout import CaptionMasks, new_masks
-from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
-from raycap.pipeline.evaluation.scores.words import OPEN_ENDINGS
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
@@ -50,7 +48,7 @@ MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_r
 
 @dataclass(frozen=True)
 class StepOutput:
-    """One micro-step's shares of the means: summed over micro-steps and workers they give the batch's values.
+    """The loss and metrics of one micro-step. Their sums over micro-steps and workers are the values of the batch.
 
     The metrics stay on the device, because reading a number makes the processor wait for a GPU.
     """
@@ -59,7 +57,8 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
-# Gives captions (R, T) of the images in the rows (R,) their rewards (R,) float64, and those by name (`WeightedReward`).
+# Its arguments are captions (R, T) and the rows (R,) of their images. It returns their rewards (R,) float64, and the
+# summands of these by name (`WeightedReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 # The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
@@ -74,10 +73,10 @@ def make_objective(
     vocabulary: Vocabulary,
     language: str,
 ) -> tuple[Objective, WeightedReward | None]:
-    """The objective of a stage over its training images, and the reward of SCST (None for cross entropy).
+    """The objective of a stage over its training images. For SCST also its reward, else None.
 
-    captioner: with the weights that the stage starts from, on the stage's device. With `kl`, the objective keeps a
-    copy, so a resumed stage must call this before it restores its checkpoint. language: of the captions.
+    captioner: with the weights that the stage starts from, on the stage's device. If `kl` is set, the objective keeps a
+    copy of them, so a resumed stage must call this before it restores its checkpoint. language: of the captions.
     """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
@@ -93,8 +92,7 @@ def make_objective(
     captions = train.table["captions"].combine_chunks()  # looking up a row of many chunks takes longer
     reward = WeightedReward(section.reward, cider_d, lambda row: captions[row].as_py(), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
-    words = vocabulary.words if language == ENGLISH else ("",) * len(vocabulary)  # open endings are English words
-    return scst_objective(stage, reward, device, vocabulary.pad, words, reference), reward
+    return scst_objective(stage, reward, vocabulary.pad, reference), reward
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -112,19 +110,15 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
 def scst_objective(
     stage: StageSection,
     reward: Reward,
-    device: torch.device | str,
     pad: int,
-    words: tuple[str, ...],
     reference: Captioner | None = None,
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    device: of the captioner and the reward.
-    words: the words in the order of their token ids. reference: the model of `kl`, in evaluation mode; it costs a copy
-    of the weights, a pass of encoder and decoder without gradient, and in an end-to-end stage one of the backbone.
+    reference: the model of `kl`, in evaluation mode. It needs memory for its weights, and adds a pass of encoder and
+    decoder without gradient to each step. In an end-to-end stage it also adds a pass of the backbone.
     """
     section = stage.sampling
-    is_open_ending = torch.tensor([word in OPEN_ENDINGS for word in words], device=device)
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
@@ -154,10 +148,10 @@ def scst_objective(
             "reward": rewards.sum() / count,
             "reward_sq_mean": rewards.square().sum() / count,
             "advantage_abs_mean": advantage.abs().sum() / count,
-            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. It is weighted
-            # by this micro-step's share of the captions, because the shares are summed.
+            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. Its weight is
+            # this micro-step's share of the captions, because the values of micro-steps are summed.
             "entropy": -log_probs.detach().sum().double() / num_scored * len(tokens) / count,
-            **_caption_stats(tokens, eos, pad, is_open_ending, count),
+            "length": ((tokens[:, 1:] != pad) & (tokens[:, 1:] != eos)).sum().double() / count,
             **extra,
         }
         return StepOutput(loss, metrics)
@@ -166,15 +160,15 @@ def scst_objective(
 
 
 def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor | None = None) -> Tensor:
-    """The advantages (B, n) of n samples per image with rewards (B, n).
+    """The advantages (B, n) of n samples per image with rewards (B, n). greedy_rewards (B,): of the baseline `greedy`.
 
-    The baseline `greedy` has greedy_rewards (B,). `leave_one_out` gives n / (n - 1) times the advantages of `mean`,
-    because reward - (sum - reward) / (n - 1) = n / (n - 1) x (reward - sum / n).
+    The advantages of `leave_one_out` are n / (n - 1) times those of `mean`, because
+    reward - (sum - reward) / (n - 1) = n / (n - 1) x (reward - sum / n).
 
-    With `divide_by_deviation`, those of each image are divided by the standard deviation of its n rewards, sqrt(mean of
-    (reward - mean)^2), plus DEVIATION_EPS. With the baseline `mean` these are the advantages of GRPO (Shao et al. 2024,
-    arXiv 2402.03300, section 4.1.2): images count equally, whether their captions differ much in reward or little.
-    Where all rewards are equal, the advantages are 0.
+    With `divide_by_deviation`, the advantages of an image are divided by the standard deviation of its n rewards,
+    sqrt(mean of (reward - mean)^2), plus DEVIATION_EPS. So images count equally, whether the rewards of their captions
+    differ much or little. With the baseline `mean` this is GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
+    If all rewards are equal, the advantages are 0.
     """
     if greedy_rewards is not None:
         baseline = greedy_rewards[:, None]
@@ -191,8 +185,8 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
 def check_reward(stage: StageSection, reward: WeightedReward) -> str:
     """A line for the log with the signature and the CIDEr-D of ground-truth captions.
 
-    Raises ValueError when the reward gives SCST nothing to optimize: when ground truth scores near zero, or when EOS
-    should be rewarded by CIDEr-D and makes no difference to it.
+    Raises ValueError if ground truth scores near zero, because SCST then has nothing to optimize. It also raises it if
+    CIDEr-D should reward EOS, but is the same without EOS.
     """
     text = f"SCST {stage.sampling.signature}"
     ground_truth = reward.cider_d.ground_truth
@@ -217,10 +211,10 @@ def check_reward(stage: StageSection, reward: WeightedReward) -> str:
 def _sample_captions(
     wrapped: nn.Module, captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Token ids (B * n, T) of n captions per image, their logits, and (B, T) of a greedy baseline.
+    """Token ids (B * n, T) of n captions per image, their logits, and token ids (B, T) of a greedy baseline or None.
 
-    A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) of tokens[:, :-1] are None without
-    `sampling_dropout`, where another pass computes them.
+    A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) belong to tokens[:, :-1]. Without
+    `sampling_dropout` they are None, because another pass computes them.
     """
     model, tokens, logits, greedy_tokens = captioner.model, None, None, None
     if section.baseline == "greedy" or not section.sampling_dropout:
@@ -244,7 +238,7 @@ def _draw(
     generator: torch.Generator,
     masks: CaptionMasks | None = None,
 ) -> Tensor:
-    """Token ids (B * n, T) of n captions per image; `masks` are those that the model uses."""
+    """Token ids (B * n, T) of n captions per image. masks: those that the model uses, if it samples with dropout."""
     count, length = section.num_samples, section.max_length
     if section.sampler == "multinomial":
         rules = ScoreRules(Decoding(sampling=True, temperature=section.temperature))
@@ -261,33 +255,12 @@ def _draw(
 def _draw_and_score(
     model: CaptionModel, memory: Memory, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Token ids (B * n, T) of captions that are sampled in training mode, and the logits of tokens[:, :-1]."""
+    """Samples captions in training mode. Returns their tokens (B * n, T), and the logits for tokens[:, :-1]."""
     rows = memory.batch_size * section.num_samples
     masks = new_masks(model, rows, section.max_length - 1, memory.states.device)
     with masks.in_use(model):
         tokens = _draw(model, memory, section, generator, masks)
         return tokens, model.decode(memory, tokens[:, :-1])
-
-
-def _caption_stats(tokens: Tensor, eos: int, pad: int, is_open_ending: Tensor, count: int) -> dict[str, Tensor]:
-    """Statistics that show when SCST fails: length, open endings ("a man with a"), repetitions, captions with EOS.
-
-    Each is a sum divided by `count`, the number of sampled captions of the whole optimizer step.
-    """
-    words = F.pad(tokens[:, 1:], (0, 2), value=pad)  # `unfold` raises for fewer than three tokens
-    valid_mask = (words != pad) & (words != eos)
-    lengths = valid_mask.sum(1)
-    # SOS is at position 0 of `tokens`, so the last word is at the position `length`.
-    last_words = tokens.gather(1, lengths[:, None]).squeeze(1)
-    trigrams, is_complete = words.unfold(1, 3, 1), valid_mask.unfold(1, 3, 1).all(-1)
-    is_equal = (trigrams[:, :, None] == trigrams[:, None]).all(-1) & is_complete[:, :, None] & is_complete[:, None]
-    return {
-        "length": lengths.sum().double() / count,
-        "broken_endings": (is_open_ending[last_words] & (lengths > 0)).sum().double() / count,
-        # triu(1) leaves only pairs of different positions, each once.
-        "repeated_trigrams": is_equal.triu(1).any(-1).any(-1).sum().double() / count,
-        "ended": (tokens == eos).any(1).sum().double() / count,
-    }
 
 
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -327,12 +300,15 @@ def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor
     """KL(p || q), summed over the positions of each caption, of the model p from a reference q.
 
     At each position it is the exact sum over the vocabulary of p (log p - log q), given the sampled words before it.
-    For captions sampled from p, its mean is the divergence of the distributions of whole captions, because that is the
-    expected sum of the divergences of the steps. InstructGPT (Ouyang et al. 2022, equation 2) and GRPO (arXiv
-    2402.03300, equation 4) estimate it from the probabilities of the sampled words alone. Their estimates vary more,
-    and InstructGPT's can be negative. As in GRPO, the gradient leaves out that p also decides about the words before.
+    The divergence of the distributions of whole captions is the expected sum of these. So for captions sampled from p,
+    the mean of this function is that divergence.
 
-    p has the stage's dropout, as in the rest of the loss, and q has none: with dropout, the divergence begins above 0.
+    InstructGPT (Ouyang et al. 2022, equation 2) and GRPO (arXiv 2402.03300, equation 4) estimate it from the
+    probabilities of the sampled words alone. Their estimates vary more, and InstructGPT's can be negative. As in GRPO,
+    the gradient ignores that p also decides about the words before.
+
+    p has the stage's dropout, as in the rest of the loss, and q has none. So with dropout, the divergence starts above
+    0.
 
     tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
     """

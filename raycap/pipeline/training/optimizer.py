@@ -1,4 +1,4 @@
-"""The optimizers, the learning rate of each step, which are counted from 0, and the average of weights."""
+"""The optimizers, the learning rate of each step, and the average of weights. Steps are counted from 0."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ WARM_UP_STEPS = 10
 def learning_rate(
     schedule: ScheduleSection, base: float, step: int, *, steps_per_epoch: int, total_steps: int
 ) -> float:
-    """The learning rate of optimizer step `step` of a stage of `total_steps`.
+    """The learning rate of the optimizer step `step` in a stage of `total_steps`.
 
-    hyperbolic: base / max(warmup - step, 1) during the warm-up, then base x decay^(complete periods of
-    `decay_every_epochs`), but at least min_lr, as in ExpansionNet v2's code.
+    hyperbolic: base / max(warmup - step, 1) during the warm-up, as in ExpansionNet v2's code. Then it is
+    base x decay^(complete periods of `decay_every_epochs`), but at least min_lr.
     linear: a linear warm-up, then the decay of hyperbolic.
     inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, as in the Meshed-Memory
     Transformer. base is the highest rate.
-    cosine: a linear warm-up, then half a period of the cosine from base to min_lr in the last step, as equation 5 of
-    Loshchilov and Hutter (2017, SGDR) without restarts.
+    cosine: a linear warm-up, then half a period of the cosine, which falls from base to min_lr in the last step. This
+    is equation 5 of Loshchilov and Hutter (2017, SGDR) without restarts.
     """
     warmup = schedule.warmup_iterations
     if schedule.name == "inverse_sqrt":
@@ -47,8 +47,8 @@ def learning_rate(
 def make_optimizer(captioner: Captioner, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
     """RAdam, Adam or AdamW over the trainable parameters.
 
-    In the first five steps torch's RAdam updates by momentum, while that of ExpansionNet v2's code leaves the weights
-    unchanged. From step 6 on both are the same.
+    In its first five steps, torch's RAdam updates by momentum. That of ExpansionNet v2's code leaves the weights
+    unchanged there. From step 6 on, both are the same.
     """
     optimizers = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     groups = _parameter_groups(captioner, section)
@@ -59,7 +59,7 @@ def make_optimizer(captioner: Captioner, section: OptimizerSection, lr: float) -
         betas=section.betas,
         eps=section.eps,
         weight_decay=section.weight_decay,
-        # By default torch updates tensor by tensor on the CPU: a fifth of a small model's step.
+        # Without `foreach`, torch updates tensor by tensor on a CPU, which takes a fifth of a small model's step.
         **({"fused": True} if is_fused else {"foreach": True}),
     )
 
@@ -71,10 +71,10 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[Values]:
-    """The trainable parameters by their settings, which a group has only where they are not the optimizer's.
+    """The trainable parameters in groups of equal settings. A group has only settings that are not the optimizer's.
 
-    lr_factor: multiplies the rate. For the backbone it is backbone_lr_factor x layer_decay^(layers above), as in BEiT
-    (Bao et al. 2022), with the captioning model in place of the classifier.
+    The setting lr_factor multiplies the rate. For the backbone it is backbone_lr_factor x layer_decay^(layers above),
+    as in BEiT (Bao et al. 2022), with the captioning model in place of the classifier.
     """
     factors: dict[str, float] = {}
     if captioner.backbone is not None:
@@ -102,7 +102,7 @@ class WeightAverage:
     """The average a of the trained weights w: after step t, counted from 0, a <- d a + (1 - d) w.
 
     d is `decay`, but at most (1 + t) / (WARM_UP_STEPS + t), so that the weights before the stage are soon forgotten.
-    It takes as much memory as the weights.
+    The average needs as much memory as the weights.
     """
 
     def __init__(self, captioner: Captioner, decay: float) -> None:
@@ -119,7 +119,7 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """In a `with` block, the captioner has the average as its weights."""
+        """During the context, the captioner has the average as its weights."""
         self._exchange()
         try:
             yield

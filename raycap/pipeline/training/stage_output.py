@@ -1,6 +1,6 @@
 """The files of a stage: rank 0 writes them, and every rank resumes from the newest checkpoint.
 
-    stages/<stage>/step-<n>/   state.pt (captioner, optimizer, average), progress.json   it resumes from the newest one
+    stages/<stage>/step-<n>/   a checkpoint: state.pt (captioner, optimizer, average), progress.json
                    best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
                    DONE.json   the stage's result; it is written last and marks the stage as finished
 
@@ -47,7 +47,7 @@ class AbandonedError(RuntimeError):
 
 
 def require_driver(folder: RunFolder, driver_token: str) -> None:
-    """Raises AbandonedError if the run has another driver than the one with this token; "" is not checked."""
+    """Raises AbandonedError if the run's driver does not have this token. The token "" is not checked."""
     if driver_token and folder.token("driver_token") != driver_token:
         raise AbandonedError(f"another driver has taken over {folder.run_id}; this worker stops")
 
@@ -65,13 +65,13 @@ class Progress:
 
 
 class StageOutput:
-    """Reads the checkpoints of a stage, and writes its files if `writes` is True, which it is on rank 0 only.
+    """Reads the checkpoints of a stage. Rank 0, for which `writes` is true, also writes the stage's files.
 
-    Each write first checks that no other driver or worker group has taken over the run. The tokens are those that the
-    run had when these workers started; an empty token is not checked.
+    Each write first checks that no other driver or group of workers has taken over the run. It compares the run's
+    tokens with those at the start of these workers. An empty token is not checked.
 
-    For a run on S3, training steps make no requests: a background thread checks the tokens and uploads the journal, at
-    most every JOURNAL_EVERY_S seconds. The next call raises the error of a check that failed.
+    If the run is on S3, training steps make no requests. A background thread checks the tokens and uploads the journal,
+    at most every JOURNAL_EVERY_S seconds. If a check fails, the next call raises its error.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
-        self._best_steps: list[int] = []  # those to which the newest checkpoints refer
+        self._best_steps: list[int] = []  # the best steps of the newest checkpoints
 
     def check_may_write(self) -> None:
         """Raises AbandonedError if another driver has taken over the run.
 
-        Raises RuntimeError if this worker's own driver could not reach the worker and has replaced it.
+        Raises RuntimeError if this worker's driver has replaced the worker, because it could not reach it.
         """
         require_driver(self.folder, self.driver_token)
         if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
             raise RuntimeError(f"other workers train {self.folder.run_id} now; this one stops")
 
     def newest_step(self) -> int:
-        """The step of the newest checkpoint; 0 without one."""
+        """The step of the newest checkpoint, or 0."""
         return max((step for step, _ in self._numbered("step-")), default=0)
 
     def restore(
@@ -107,7 +107,7 @@ class StageOutput:
         optimizer: torch.optim.Optimizer,
         average: WeightAverage | None = None,
     ) -> Progress:
-        """Restores the checkpoint of a step, and returns the stage's progress; that of the start for step 0.
+        """Restores the checkpoint of a step, and returns the stage's progress. At step 0, a stage has no checkpoint.
 
         Raises ValueError for a checkpoint of another run, and DamagedError for one that cannot be read.
         """
@@ -134,7 +134,7 @@ class StageOutput:
     def open_journal(self, step: int) -> None:
         """Opens the journal. The stage's entries after `step` do not count, because these steps are trained again.
 
-        Best weights after `step`, which belong to no checkpoint, are removed.
+        The best weights of steps after `step` are removed, because no checkpoint refers to them.
         """
         if self.writes:
             self.check_may_write()
@@ -161,9 +161,9 @@ class StageOutput:
         progress: Progress,
         average: WeightAverage | None = None,
     ) -> None:
-        """Starts writing step-<n> in the background: training waits for a copy of the tensors, not for the disk.
+        """Writes a checkpoint in the background. Training waits until the tensors are copied, but not for the disk.
 
-        One checkpoint is written at a time. All but the newest NUM_CHECKPOINTS are then removed.
+        One checkpoint is written at a time. When it is written, all but the newest NUM_CHECKPOINTS are removed.
         """
         if self.writes:
             self._raise_journal_error()
@@ -180,7 +180,7 @@ class StageOutput:
             self._pending = None
 
     def save_best(self, captioner: Captioner, step: int, captions: Mapping[int, str]) -> None:
-        """Writes the best weights so far and their captions of the validation split, the latter in COCO's format."""
+        """Writes the best weights so far. Their captions of the validation split are written in COCO's format."""
         if not self.writes:
             return
         self.check_may_write()
@@ -207,15 +207,15 @@ class StageOutput:
         self._upload_journal()
 
     def close(self) -> None:
-        """Waits for the background threads, and pushes the journal, so that the local copy of the run can be removed.
+        """Waits for the background threads, and pushes the journal. The local copy of the run can then be removed.
 
-        Raises no error if another worker may write now or the storage fails; the copy then remains. It takes seconds
-        also when the storage is down, because the error of a stage that has failed is reported after it.
+        If another worker may write now, or the storage fails, it raises no error, and the copy remains. It takes only
+        seconds even if the storage is down, because a stage that failed reports its error after it.
         """
         pending = [each for each in (self._pending, self._journal_pending) if each is not None]
         if wait(pending, CLOSE_S).not_done:
             return
-        self._pool.shutdown()  # before the other, which it uses
+        self._pool.shutdown()  # first, because it uses the other pool
         self._journal_pool.shutdown()
         if self.writes and self.folder.home is not None:
             home = StoragePath(self.folder.home.uri, self.folder.home.options.hasty)
@@ -225,7 +225,7 @@ class StageOutput:
                 self.folder.push(JOURNAL, check_may_write=self.check_may_write)
 
     def _write_checkpoint(self, state: Values, record: Values) -> None:
-        """Writes and uploads a checkpoint, and removes files that only older checkpoints needed."""
+        """Writes and uploads a checkpoint. Removes older checkpoints, and files that only they needed."""
         with atomic_folder(self.path / f"step-{record['step']}") as temporary:
             _save_state(state, temporary / "state.pt")
             (temporary / "progress.json").write_text(json.dumps(record))
@@ -238,33 +238,33 @@ class StageOutput:
         self._upload()
 
     def _remove_best_before(self, step: int) -> None:
-        """Removes the best weights of steps before `step`. It keeps later ones, which a checkpoint may refer to."""
+        """Removes the best weights of steps before `step`. A checkpoint may refer to later ones."""
         for number, old in self._numbered("best-"):
             if number < step:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
-        """(number, folder) of those folders of the stage whose name is the prefix and a number, in ascending order."""
+        """The stage's folders with names of this prefix and a number, as (number, folder) in ascending order."""
         numbered = [(path.name.removeprefix(prefix), path) for path in self.path.glob(f"{prefix}[0-9]*")]
         return sorted(
             (int(number), path) for number, path in numbered if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir()
         )
 
     def _raise_journal_error(self) -> None:
-        """Raises the error of the last background upload, unless the storage failed: a later upload repeats it."""
+        """Raises the error of the last background upload, but not of the storage, because uploads are repeated."""
         if self._journal_pending is not None and self._journal_pending.done():
             pending, self._journal_pending = self._journal_pending, None
             with suppress(OSError):
                 pending.result()
 
     def _send_journal(self, every_s: float = 0.0) -> None:
-        """Checks the tokens, and uploads the journal unless that was done less than `every_s` seconds ago.
+        """Checks the tokens, and uploads the journal if the last upload was at least `every_s` seconds ago.
 
         Only the journal's thread calls this, so that uploads keep their order.
         """
         self.check_may_write()
         if self.folder.home is not None and time.monotonic() - self._journal_uploaded_at >= every_s:
-            # Through `RunFolder.push` it would wait for the upload of a checkpoint.
+            # `RunFolder.push` would wait for the upload of a checkpoint.
             self._journal.upload(self.folder.home / JOURNAL)
             self._journal_uploaded_at = time.monotonic()
 
@@ -284,14 +284,14 @@ def _save_state(state: Values, path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # raised while torch handles the error of the file, which it does not name
+        except RuntimeError as error:  # torch hides the error of the file behind its own
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 def _copied_to_cpu(value: object) -> Any:
-    """The same structure with every tensor copied to the CPU, because training keeps changing the originals."""
+    """The same structure with copies of all tensors on the CPU, because training goes on changing the originals."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ from raycap.pipeline.runtime.processor import memory_mb
 
 
 def summed(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sums with `metrics` added. The first metrics decide about the names."""
+    """The sums with `metrics` added. If there are no sums yet, these are the metrics."""
     return {key: sums[key] + value for key, value in metrics.items()} if sums else metrics
 
 
@@ -42,7 +42,8 @@ class StepMetrics:
     def summary(self, batch_size: int) -> dict[str, float]:
         """The metrics of these steps, equal on every rank. Every rank must call this method at the same step.
 
-        batch_size: images per step over all ranks. In the result, data_wait is the share of the time spent waiting.
+        batch_size: images per step over all ranks. data_wait, in the result, is the fraction of the time that was spent
+        waiting for data.
         """
         device, keys = self.context.device, sorted(self.sums)
         wait_s = torch.tensor(self.wait_s, dtype=torch.float64, device=device)
@@ -67,14 +68,14 @@ class DivergedError(RuntimeError):
 
 
 class FiniteCheck:
-    """Raises DivergedError for a number of a training step that is infinite or NaN.
+    """Raises DivergedError if a number of a training step is infinite or NaN.
 
-    To read a number, the processor must wait for a GPU. There the numbers stay on the device until `require`, which
-    must be called before weights are written. Elsewhere each step is checked at once, before its update.
+    On a CPU, each step is checked before its update. To read a number of a GPU, the processor would have to wait, so
+    numbers stay there until `require`. It must be called before weights are written.
     """
 
     def __init__(self, stage: str, rank: int, *, defers: bool) -> None:
-        """defers: keep the numbers until `require`."""
+        """defers: if true, numbers are checked by `require` only, as on a GPU."""
         self.stage, self.rank, self.defers = stage, rank, defers
         self._kept: list[tuple[int, dict[str, Tensor]]] = []  # the numbers of each step by their name
 

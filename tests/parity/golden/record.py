@@ -5,7 +5,7 @@
 
 DIR is a checkout of one of the repositories in SOURCES, at its commit, or the site-packages folder with the packages
 that SOURCES names. The exit code is 1 if a value differs from the stored one by more than its tolerance; the last line
-names the worst difference. With --write the values are stored.
+names the worst difference.
 
 Everything runs on the CPU in float32, without dropout and in one thread. Weights and inputs are random, and their seeds
 were not kept. So they cannot be recorded again, but all values that upstream computes from them can.
@@ -332,20 +332,6 @@ def bert_scores(_: Path) -> Values:
     return {"ids": ids, "scores": scores}
 
 
-@torch.no_grad()
-def bert_states(_: Path) -> Values:
-    """The hidden states (layers + 1, tokens, width) of the first captions."""
-    from transformers import AutoModel
-
-    expected, values = bert_score_inputs(), Values()
-    for name, ids in expected["ids"].items():
-        model = AutoModel.from_pretrained(GOLDEN / "bert_score" / name).eval()
-        for number in range(7):
-            states = model(torch.tensor([ids[0][number]]), output_hidden_states=True).hidden_states
-            values[f"{name}_{number}"] = torch.cat(states).numpy()
-    return values
-
-
 INPUT = "random; an input of the other files"
 FILES = {
     "bert_score/bert/config.json": Recording("BERTScore", "the sizes of the weights"),
@@ -354,7 +340,6 @@ FILES = {
     "bert_score/expected.json": Recording(
         "BERTScore", "ids and scores of bert_score.BERTScorer with slow tokenizers", bert_scores, tolerance=1e-6
     ),
-    "bert_score/expected.npz": Recording("BERTScore", "hidden states of the models of transformers", bert_states),
     "bert_score/roberta/config.json": Recording("BERTScore", "the sizes of the weights"),
     "bert_score/roberta/model.safetensors": Recording("BERTScore", f"weights of RobertaModel, {INPUT}"),
     "bert_score/roberta/tokenizer.json": Recording(
@@ -404,17 +389,6 @@ def read(path: Path) -> Values:
     return content
 
 
-def write(path: Path, content: Values) -> None:
-    match path.suffix:
-        case ".json":
-            indent = 1 if path.read_text().startswith("{\n") else None
-            path.write_text(json.dumps(content, indent=indent))
-        case ".npz":
-            np.savez(path, **content)
-        case _:
-            torch.save(content, path)
-
-
 def difference(stored: Any, computed: Any) -> float:
     """The largest difference of two numbers, arrays or nested collections; infinite where shapes or keys differ."""
     if isinstance(stored, dict):
@@ -431,7 +405,7 @@ def difference(stored: Any, computed: Any) -> float:
     return float(np.nan_to_num(differences, nan=math.inf).max(initial=0.0))
 
 
-def record(upstream: Path, write_files: bool) -> int:
+def record(upstream: Path) -> int:
     """Computes the values of one upstream again and compares them with the stored ones. Returns the exit code."""
     source = next((name for name, mark in MARKS.items() if (upstream / mark).is_file()), None)
     if source is None:
@@ -454,8 +428,6 @@ def record(upstream: Path, write_files: bool) -> int:
             error_size = difference(stored[key], value)
             print(f"{error_size:8.1e}  {name}: {key}")
             results.append((error_size / recording.tolerance, error_size, f"{name}: {key}"))
-        if write_files:
-            write(GOLDEN / name, stored | computed)
     multiple, error_size, value_name = max(results)
     print(f"the worst difference is {error_size:.1e}, {multiple:.1g} times its tolerance, of {value_name}")
     return 0 if multiple <= 1 else 1
@@ -464,10 +436,9 @@ def record(upstream: Path, write_files: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--upstream", type=Path, help="a checkout to compute the values with")
-    parser.add_argument("--write", action="store_true", help="store the computed values")
     arguments = parser.parse_args()
     if arguments.upstream is not None:
-        return record(arguments.upstream.resolve(), arguments.write)
+        return record(arguments.upstream.resolve())
     for name, recording in FILES.items():
         repeatable = "can be recorded again" if recording.compute else "cannot be recorded again"
         print(f"{name}: {recording.how}; {SOURCES[recording.source]}; {repeatable}")

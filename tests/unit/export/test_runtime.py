@@ -91,25 +91,27 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules_and_rankings(name: str, exported: Export) -> None:
-    folder, _ = exported("transformer")
-    captioner, bundle = Captioner(folder, threads=1), make_captioner_bundle("transformer")
+    folder, _ = exported("expansionnet")
+    captioner, bundle = Captioner(folder, threads=1), make_captioner_bundle("expansionnet")
     values = RULES[name]
     search = bundle.search.model_copy(update=values)
     if name == "no UNK":  # a word that the captions have
         bundle.vocabulary = copy.copy(WORDS)
-        object.__setattr__(bundle.vocabulary, "ids", WORDS.ids | {"UNK": 5})
-        captioner.words = replace(captioner.words, unk=5)
+        object.__setattr__(bundle.vocabulary, "ids", WORDS.ids | {"UNK": 8})
+        captioner.words = replace(captioner.words, unk=8)
     plain = {key: value for key, value in values.items() if key != "decoding"}
     keys = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings")
     captioner.search = replace(captioner.search, **plain, **{key: getattr(search.decoding, key) for key in keys})
     assert captioner.open_endings.tolist() == list(score_rules(search, WORDS).open_endings)
-    features = make_regions(12, 4)
-    ours = captioner.caption_features(*features)
-    theirs = torch_captions(bundle, Features(*map(torch.from_numpy, features)), 12, lambda _: search)
+    images = make_images(12)
+    ours = captioner.caption(images, batch_size=12)
+    assert bundle.transform is not None
+    pixels = torch.stack([bundle.transform(image) for image in images])
+    theirs = torch_captions(bundle, Features(pixels), 12, lambda _: search)
     assert [each.tokens for each in ours] == [each.tokens for each in theirs]
     np.testing.assert_allclose([each.log_prob for each in ours], [each.log_prob for each in theirs], atol=1e-4)
     if name not in ("collapsed", "more beams than words"):  # of which the first changes only the text
-        unchanged = Captioner(folder, threads=1).caption_features(*features)
+        unchanged = Captioner(folder, threads=1).caption(images, batch_size=12)
         assert [each.tokens for each in unchanged] != [each.tokens for each in ours], "the rule changes captions"
 
 
@@ -281,7 +283,7 @@ def test_hostile_files_are_refused(exported: Export, tmp_path: Path, capsys: pyt
     assert main([str(tmp_path), "a.png"]) == 2
     assert capsys.readouterr().err.startswith("raycap_onnx: ")
     folder = tmp_path / "sealed"
-    shutil.copytree(exported("transformer")[0], folder)
+    shutil.copytree(exported("expansionnet")[0], folder)
     (folder / "encoder.onnx").write_bytes(b"no graph")
     content = json.loads((folder / "captioner.json").read_text())
     content["files"]["encoder.onnx"] = hashlib.sha256(b"no graph").hexdigest()
@@ -299,9 +301,13 @@ def test_arguments_out_of_range(exported: Export) -> None:
             captioner.caption([image], **search)
     with pytest.raises(CaptionerError, match="captions images, not features"):
         captioner.caption_features(np.zeros((1, 2, 3)))
+
+
+@pytest.mark.proof
+def test_a_captioner_of_regions_asks_for_features_and_boxes(exported: Export) -> None:
     regions = Captioner(exported("mask token")[0], threads=1)
     with pytest.raises(CaptionerError, match="captions the features of regions"):
-        regions.caption([image])
+        regions.caption(make_images(1))
     features, _, boxes = make_regions(2, 3)
     with pytest.raises(CaptionerError, match="needs the boxes"):
         regions.caption_features(features)

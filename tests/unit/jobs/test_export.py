@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raycap.jobs.cli import main
-from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
+from raycap.models.convert.export_graphs import EncoderGraph
+from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, load_bundle
+from raycap.pipeline.serving.export import torch_program
+from tests.conftest import ROOT
 from tests.support.bundles import make_bundle
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle, out = make_bundle(tmp_path / "bundle", backbone=False), tmp_path / "new" / "out"
+    bundle, out = make_bundle(tmp_path / "bundle"), tmp_path / "new" / "out"
     assert main(["export", str(bundle), "-o", str(out), "--format", "torch"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"The captioner: {out}"
@@ -23,6 +27,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     content = json.loads((out / "captioner.json").read_text())
     assert content["source"] == bundle_digests(bundle, ("model.safetensors", "vocabulary.json"))
     assert content["graphs"] == "torch" and content["opset"] is None and content["name"] == "small"
+    assert str(ROOT).encode() not in (out / "decoder.pt2").read_bytes(), "the exporter records where it was called"
+    images = torch.randn(17, 3, 32, 32)
+    (first, *_) = torch_program(out / "encoder.pt2")([images.numpy()])
+    expected = EncoderGraph(load_bundle(bundle).captioner)(images)[0]
+    torch.testing.assert_close(torch.from_numpy(first), expected, atol=1e-5, rtol=1e-5)
     assert main(["export", str(bundle), "-o", str(out)]) == 2
     assert f"--out {out} exists and is not empty" in capsys.readouterr().err
 

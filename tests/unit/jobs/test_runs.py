@@ -68,6 +68,6 @@ def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsy
     assert main(["runs", uri, "--endpoint-url", s3]) == 0
     assert "demo-1" in capsys.readouterr().out
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(small_config({"uri": uri})))
-    assert main(["runs", str(file), "--set", f"storage.endpoint_url={s3}"]) == 0
+    file.write_text(yaml.safe_dump(small_config({"uri": uri, "endpoint_url": s3})))
+    assert main(["runs", str(file)]) == 0
     assert "demo-1" in capsys.readouterr().out

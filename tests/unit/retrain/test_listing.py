@@ -10,7 +10,7 @@ import pytest
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
-from raycap.pipeline.retrain.listing import LISTING, Change, compare, list_data, new_keys, with_keys
+from raycap.pipeline.retrain.champion import LISTING, Change, compare, list_data, new_keys, with_keys
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
 from tests.conftest import small_config

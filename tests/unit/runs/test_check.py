@@ -40,7 +40,7 @@ def test_a_sound_set_is_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert code == 0 and found["ok"] and not texts(found, "error")
     assert found["splits"] == {"test": 2, "train": 5, "val": 2}
     assert found["captions_per_image"]["train"] == {"5": 5} and len(found["fingerprint"]) == 64
-    assert "shrunken" in texts(found, "warning") and "fit to train on" in capsys.readouterr().out
+    assert "mostly noise" in texts(found, "warning") and "fit to train on" in capsys.readouterr().out
 
 
 def test_test_images_in_training_are_an_error(tmp_path: Path) -> None:

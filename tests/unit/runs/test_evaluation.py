@@ -41,11 +41,6 @@ def scored(folder: Path, *test_splits: str, evaluation: Any = None, captions: An
     return evaluate([bundle], images, config, None, Options(captions=given))
 
 
-@pytest.fixture(autouse=True)
-def without_meteor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(java, "meteor", lambda *_: (0.25, [0.25, 0.25]))
-
-
 def test_spice_is_computed_on_the_test_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process at a time, because each takes a share of the free memory."""
     running, counts = 0, []
@@ -75,6 +70,7 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
     """The evaluation ends, and no process is started for SPICE. The same command computes it later."""
     monkeypatch.setenv(java.SPICE_MODELS_VARIABLE, str(tmp_path))
     monkeypatch.setattr(java, "java_command", lambda *_: ["java"])
+    monkeypatch.setattr(java, "meteor", lambda *_: (0.25, [0.25, 0.25]))
     monkeypatch.setattr(java, "_with_java", lambda *_, **__: pytest.fail("a process was started"))
     scores = scored(tmp_path, "test")
     assert set(scores.unavailable) == {"SPICE"} and "make spice" in scores.unavailable["SPICE"]
@@ -85,7 +81,7 @@ def test_without_its_models_spice_is_unavailable(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.skipif(why_unavailable("SPICE") is not None, reason=why_unavailable("SPICE") or "")
-def test_spice_itself(tmp_path: Path) -> None:
+def test_spice_itself(tmp_path: Path, real_java: None) -> None:
     scores = scored(tmp_path, "test")
     assert 0 < scores.flat()["test_SPICE"] < 1 and not scores.unavailable
 

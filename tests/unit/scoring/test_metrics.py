@@ -19,7 +19,7 @@ from raycap.pipeline.data.caption_files import read_predictions, read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import ngrams
 from raycap.pipeline.evaluation.scores import words as ptb
-from raycap.pipeline.evaluation.scores.metrics import BLEU, score_captions
+from raycap.pipeline.evaluation.scores.metrics import BLEU, score_captions, why_unavailable
 from raycap.pipeline.evaluation.scores.words import caption_stats
 
 SHARED = Path(os.environ.get("RAYCAP_SHARED") or Path(__file__).parents[3].parent / "shared")
@@ -64,7 +64,7 @@ def test_equal_to_pycocoevalcap(images: int, seed: int) -> None:
 
 
 @pytest.mark.proof
-def test_published_scores() -> None:
+def test_published_scores(real_java: None) -> None:
     folder = SHARED / "data" / "coco_captions"
     if not folder.is_dir():
         pytest.skip(f"{folder} is missing")
@@ -83,6 +83,14 @@ def test_published_scores() -> None:
     if "METEOR" in wanted:
         assert scores.by_name["METEOR"].value == pytest.approx(0.19525467177780284, abs=1e-9)
         assert "meteor-1.5" in scores.signature
+
+
+def test_meteor_of_a_reference_is_1(real_java: None) -> None:
+    if (reason := why_unavailable("METEOR")) is not None:
+        pytest.skip(reason)
+    predictions = {1: REFERENCES[1][0], 2: "zebra"}
+    references = {image: REFERENCES[image] for image in predictions}
+    assert score_captions(references, predictions, metrics=["METEOR"]).by_name["METEOR"].per_image == [1.0, 0.0]
 
 
 def test_ngrams_are_counted_exactly_for_large_vocabularies() -> None:

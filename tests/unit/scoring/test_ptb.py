@@ -151,13 +151,13 @@ def mutated(captions: list[str], count: int, seed: int) -> list[str]:
     return result
 
 
-def test_mutated_captions_agree_with_the_jar(tmp_path: Path) -> None:
+def test_mutated_captions_agree_with_the_jar(tmp_path: Path, real_java: None) -> None:
     captions = mutated([*RECORDED][:27], 3000, seed=1)
     assert compare(captions, tmp_path) == []
 
 
 @pytest.mark.parametrize("name", [pytest.param("coco", marks=pytest.mark.proof), "flickr8k"])
-def test_every_difficult_caption_agrees_with_the_jar(name: str, tmp_path: Path) -> None:
+def test_every_difficult_caption_agrees_with_the_jar(name: str, tmp_path: Path, real_java: None) -> None:
     """All captions that need the rules and as many that do not."""
     captions = corpus(name)
     difficult = [c for c in captions if any(ptb._plain_tokens(piece) is None for piece in c.split())]
@@ -167,7 +167,7 @@ def test_every_difficult_caption_agrees_with_the_jar(name: str, tmp_path: Path) 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(("name", "size"), [("coco", 202_654), ("flickr8k", 40_000)])
-def test_all_captions_agree_with_the_jar(name: str, size: int, tmp_path: Path) -> None:
+def test_all_captions_agree_with_the_jar(name: str, size: int, tmp_path: Path, real_java: None) -> None:
     captions = corpus(name)
     assert len(captions) == size
     differences = compare(captions, tmp_path)

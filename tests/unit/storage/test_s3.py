@@ -13,7 +13,7 @@ from botocore.response import StreamingBody
 from s3transfer.exceptions import S3DownloadFailedError
 
 from raycap.pipeline.storage.s3 import (
-    BODY_ATTEMPTS,
+    ATTEMPTS,
     PART_BYTES,
     ConflictError,
     Entry,
@@ -73,7 +73,7 @@ def s3_object(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_cut_body_is_read_again(s3_object: Any) -> None:
     where, _ = s3_object(body(b"ab", 4), body(b"abcd", 4))
     assert where.get() == (b"abcd", '"tag"')
-    where, client = s3_object(*[body(b"ab", 4)] * BODY_ATTEMPTS, body(b"abcd", 4))
+    where, client = s3_object(*[body(b"ab", 4)] * ATTEMPTS, body(b"abcd", 4))
     with pytest.raises(StorageError, match="s3://data/x: storage failed"):
         where.get()
     assert len(client.answers) == 1
@@ -84,7 +84,7 @@ def test_a_large_object_that_changes_is_downloaded_again(s3_object: Any, tmp_pat
     old, new = ({"ContentLength": size, "ETag": tag} for tag in ("old", "new"))
     where, client = s3_object(old, replaced, old, None, new, new, None, new)  # during and before the transfer
     assert where.download(tmp_path / "x") == Entry(size, "new") and not client.answers
-    where, _ = s3_object(*[old, replaced] * BODY_ATTEMPTS)
+    where, _ = s3_object(*[old, replaced] * ATTEMPTS)
     with pytest.raises(StorageError, match="s3://data/x: .* replaced"):
         where.download(tmp_path / "x")
 
@@ -92,7 +92,7 @@ def test_a_large_object_that_changes_is_downloaded_again(s3_object: Any, tmp_pat
 def test_a_conditional_write_waits_for_another_one_under_way(s3_object: Any) -> None:
     where, _ = s3_object(refusal(409), refusal(409), {"ETag": "new"})
     assert where.put_if(b"one", None) == "new"
-    where, _ = s3_object(*[refusal(409)] * BODY_ATTEMPTS)
+    where, _ = s3_object(*[refusal(409)] * ATTEMPTS)
     with pytest.raises(StorageError, match="s3://data/x: storage failed"):
         where.put_if(b"one", None)
 

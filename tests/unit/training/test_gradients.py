@@ -64,7 +64,7 @@ class Loss:
         if stage.objective == "cross_entropy":
             self.objective = cross_entropy_objective(stage)
         else:
-            self.objective = scst_objective(stage, self.reward, "cpu", PAD, ("a",) * VOCABULARY, self.reference)
+            self.objective = scst_objective(stage, self.reward, PAD, self.reference)
         tokens = torch.tensor([[SOS, 4, 5, EOS], [SOS, 6, EOS, PAD], [SOS, 3, 8, EOS]])
         features = Features(torch.randn(IMAGES, 4, 5, dtype=torch.float64))
         self.batch = Batch(features, tokens, target_positions(tokens, PAD), torch.arange(IMAGES), 8, IMAGES)
@@ -119,7 +119,7 @@ def test_the_reference_gets_no_gradient_and_no_dropout() -> None:
             scst={"num_samples": SAMPLES, "max_length": LENGTH, "kl": kl},  # type: ignore[arg-type]
         )  # fmt: skip
         reference = copy.deepcopy(loss.captioner).eval().requires_grad_(False)
-        loss.objective = scst_objective(stage, reward_of, "cpu", PAD, ("a",) * VOCABULARY, reference if kl else None)
+        loss.objective = scst_objective(stage, reward_of, PAD, reference if kl else None)
         loss.captioner.zero_grad()
         value = loss()
         value.backward()  # type: ignore[no-untyped-call]

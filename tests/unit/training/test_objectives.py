@@ -55,7 +55,7 @@ def scst_loss(**settings: Any) -> tuple[float, torch.Tensor]:
 
     tokens = torch.zeros(2, 2, dtype=torch.int64)
     batch = Batch(Features(torch.randn(2, 4, 5)), tokens, torch.arange(0), torch.arange(2), 4, 2)
-    run = scst_objective(stage, reward, "cpu", 0, ("PAD", "SOS", "EOS", "a", "b", "c"))
+    run = scst_objective(stage, reward, 0)
     loss = run(captioner, captioner, batch, torch.Generator().manual_seed(3)).loss
     tokens = sampled[0]
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_the_divergence_and_the_rewards_are_logged_by_name() -> None:
             sampled.append(tokens)
             return torch.arange(6).double(), summands
 
-        run = scst_objective(stage, reward, "cpu", 0, ("PAD", "SOS", "EOS", "a", "b", "c"), reference)
+        run = scst_objective(stage, reward, 0, reference)
         return run(captioner, captioner, batch, torch.Generator().manual_seed(3)).metrics
 
     metrics = metrics_of(parts, reference.eval())

@@ -78,7 +78,7 @@ def run_objective(captioner: Captioner, wrapped: nn.Module | None = None, **sett
     features = Features(torch.randn(shape, dtype=torch.float64, generator=generator))
     empty = torch.zeros(IMAGES, 2, dtype=torch.int64)
     batch = Batch(features, empty, torch.arange(0), torch.arange(IMAGES), IMAGES, IMAGES)
-    run = scst_objective(stage, lambda *captions: (reward_of(*captions), {}), "cpu", PAD, ("a",) * VOCABULARY)
+    run = scst_objective(stage, lambda *captions: (reward_of(*captions), {}), PAD)
     torch.manual_seed(5)
     captioner.zero_grad()
     output = run(wrapped or captioner, captioner, batch, torch.Generator().manual_seed(3))

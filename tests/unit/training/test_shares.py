@@ -99,7 +99,7 @@ def objective_of(stage: StageSection) -> Objective:
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage)
     reference = small_captioner(seed=1).eval() if stage.sampling.kl else None
-    return scst_objective(stage, fake_reward, "cpu", PAD, WORDS, reference)
+    return scst_objective(stage, fake_reward, PAD, reference)
 
 
 def step_of(captioner: Captioner, stage: StageSection, world_size: int, step: int) -> tuple[Tensor, dict[str, float]]:

@@ -1,6 +1,6 @@
 """CIDEr-D over integer n-gram keys, in batches, on a CPU or a GPU.
 
-CIDEr-D is defined in section 6 of Vedantam et al. 2015 (n = 1..4, sigma = 6, times 10); the values equal those of
+CIDEr-D is defined in section 6 of Vedantam et al. 2015 (n = 1..4, sigma = 6, times 10). The values here equal those of
 coco-caption's Python scorer. Words are ids, and an n-gram is one int64 key that is unique over all n. The index of the
 references is a set of tensors. Every sum has a fixed order, so equal inputs give equal bits on one machine.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 SIGMA = 6.0
 N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
-_PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, to stay in a processor's cache
+_PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, so that they fit into a cache
 _ROWS = 256  # at most this many captions are compared at a time
 _FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
 
@@ -30,23 +30,26 @@ _FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 
 class CiderD:
     """Scores captions (word ids) of images against their references, with document frequencies over the images.
 
-    `build_index` creates it. An image is identified by its position among the references.
-    A pair is one (image, n-gram); an entry is one n-gram of one reference. Pairs are sorted by image and n-gram, and
-    entries by pair and reference. bigrams: the keys of the references' 2-grams. ngrams: the keys of their V n-grams.
-    log_documents: the logarithm of the number of documents. tensors, by name:
+    `build_index` creates it. The number of an image is its position among the references. A pair is an n-gram of an
+    image, and an entry is an n-gram of a reference. Pairs are sorted by image and n-gram, and entries by pair and
+    reference.
+
+    bigrams: the keys of the references' 2-grams. ngrams: the keys of their V n-grams. log_documents: the logarithm of
+    the number of documents. tensors, by name:
 
         reference_offset (I + 1,)    number of the first reference caption of each image; at the end C
-        length (C,) float64          number of bigrams of each caption: CIDEr-D's length
+        length (C,) float64          CIDEr-D's length of each caption, which is its number of 2-grams
         norm (C * 4,) float64        norm of the weights of each caption's n-grams of length n, at caption * 4 + n - 1
-        idf (V + 1,) float64         inverse document frequency of each n-gram; the last makes a position readable
+        idf (V + 1,) float64         inverse document frequency of each n-gram; the last one is padding
         pair_offset (I + 1,)         number of the first pair of each image; at the end P
-        pair_ngram (P + 1,)          number of the n-gram of each pair; the last one only makes that position readable
+        pair_ngram (P + 1,)          number of the n-gram of each pair; the last one is padding
         pair_bucket (P + 1,)         first pair of each bucket, see `_find_pairs`; at the end P
         pair_start (P + 1,)          position of each pair's first entry; at the end M
         entry_reference (M,)         number of the reference among those of its image
         entry_times (M,)             how often the reference contains the n-gram
 
-    Integers without a type above have the smallest one that suffices.
+    Integers without a type above have the smallest type that can hold them. Because of the padding, the position after
+    the last element can be read.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class CiderD:
         captions (R, T): word ids; row i has lengths[i] words and then padding. images (R,): the image of each caption,
         by its position among the references. The three tensors are on the index's device. An n-gram that no reference
         contains gets document frequency 1 and adds to the caption's norm. Captions of similar length are scored
-        together, in parts of bounded memory.
+        together, in parts, which bounds the memory.
         """
         scores = lengths.new_zeros(len(lengths), dtype=torch.float64)
         for part, width in by_length(lengths):
@@ -84,8 +87,8 @@ class CiderD:
         index = self._tensors
         grams = count_ngrams(captions, lengths, self._bigrams)
         ngram, in_references = self._ngrams.find(grams.key)
-        # log_documents is the idf of document frequency 1. An n-gram that was not found has no valid position, so
-        # position 0 is read instead.
+        # An n-gram that was not found has document frequency 1, and log_documents is its idf. It has no position, so
+        # position 0 is read and not used.
         idf = take(index["idf"], ngram.where(in_references, 0))
         weight = grams.times * torch.where(in_references, idf, self.log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
@@ -121,8 +124,8 @@ class CiderD:
     def _find_pairs(self, images: Tensor, ngram: Tensor) -> tuple[Tensor, Tensor]:
         """The pair of each n-gram (n,) and its image (n,), and whether there is one.
 
-        The n pairs of an image have n buckets, that of an n-gram being number * n // V. An n-gram's number comes from a
-        hash, so a bucket has about one pair, and the buckets have the order of the pairs.
+        An image with p pairs has p buckets. The n-gram with the number i is in the bucket i * p // V. The numbers of
+        n-grams come from a hash, so a bucket has about one pair. The buckets have the order of the pairs.
         """
         index = self._tensors
         offset = take(index["pair_offset"], images).long()
@@ -146,7 +149,8 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
     """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams."""
     width = words.shape[1]
     inside = torch.arange(width, device=words.device) < lengths[:, None]
-    # Captions are the last dimension, for vectorized comparisons. Padding gets negative ids, each different.
+    # Captions are the last dimension, so that comparisons are vectorized. Each position of padding has its own negative
+    # id, so that padding equals nothing.
     padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
     same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
     same = same_word  # True where the n-grams of the current order at two positions are equal
@@ -168,17 +172,17 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
 
 
 def bigram_keys(first: Any, second: Any) -> Any:
-    """Keys of 2-grams as `_ngram_keys` defines them, from arrays or tensors with their first and second words."""
+    """The keys of 2-grams as `_ngram_keys` defines them. first, second: arrays or tensors of their words."""
     return (first << 30 | second) << 2 | 1
 
 
 def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
-    """Keys of the n-grams at every position, exact for up to 2^30 words: one tensor (R, T - n + 1) for each n.
+    """The keys of the n-grams at every position: one tensor (R, T - n + 1) for each n. They are exact up to 2^30 words.
 
-    The two lowest bits of a key are n - 1. The bits above them depend on n: the word (n = 1), both words (2), the
-    number of the first 2-gram and the last word (3), or the numbers of the first and the last 2-gram (4). The number of
-    a 2-gram is its position in `bigrams`. A 3-gram or 4-gram with a 2-gram that is not in `bigrams` has the key -1:
-    no reference contains it.
+    The two lowest bits of a key are n - 1. The bits above them are the word (n = 1), both words (2), the number of the
+    first 2-gram and the last word (3), or the numbers of the first and the last 2-gram (4). The number of a 2-gram is
+    its position in `bigrams`. If a 3-gram or 4-gram has a 2-gram that is not in `bigrams`, no reference contains it,
+    and its key is -1.
     """
     pairs = bigram_keys(words[:, :-1], words[:, 1:])
     number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
@@ -192,13 +196,13 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class HashTable:
-    """Distinct int64 keys in the order of their `hashes`; a key's position in `keys` is its number.
+    """Distinct int64 keys in the order of their `hashes`. The position of a key in `keys` is its number.
 
-    A bucket has about one key, so a look-up costs about two memory accesses. A binary search would cost twenty.
+    A bucket has about one key, so a look-up takes about two memory accesses. A binary search would take twenty.
     """
 
-    keys: Tensor  # (size + 1,); the last one is padding, so that the position after the last key can be read
-    start: Tensor  # (buckets + 1,); position of each bucket's first key, and the end of the last bucket
+    keys: Tensor  # (size + 1,). The last one is padding, so that the position after the last key can be read.
+    start: Tensor  # (buckets + 1,). The position of each bucket's first key, and the end of the last bucket.
 
     @classmethod
     def of(cls, keys: np.ndarray) -> HashTable:
@@ -216,7 +220,7 @@ class HashTable:
         return len(self.keys) - 1
 
     def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (n,) of values (n,), and whether the table has each value; if not, its position has no meaning."""
+        """The positions (n,) of values (n,), and whether the table has each. Other positions have no meaning."""
         num_buckets = len(self.start) - 1  # a power of two
         buckets = _buckets(values, num_buckets.bit_length() - 1)
         position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
@@ -224,10 +228,10 @@ class HashTable:
 
 
 def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions in `keys` of values (n,), each within its bucket, and whether the bucket has it.
+    """The positions in `keys` of values (n,), and whether each value's bucket has it.
 
-    position, end (n,) int64: the begin and the end of the bucket of each value. `position` is changed. `keys` has at
-    least one more key than the buckets.
+    position, end (n,) int64: where the bucket of each value begins and ends. `position` is changed. `keys` needs one
+    key of padding after the last bucket.
     """
     present = (take(keys, position) == values) & (position < end)
     pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
@@ -240,7 +244,7 @@ def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor)
 
 
 def hashes(keys: np.ndarray) -> np.ndarray:
-    """Distinct numbers (n,) uint64 for distinct keys (n,). Their highest bits are the bucket in a `HashTable`.
+    """Distinct hashes (n,) uint64 of distinct keys (n,). Their highest bits are the bucket in a `HashTable`.
 
     So keys in the order of their hashes are in the order of buckets, however many buckets there are.
     """
@@ -248,9 +252,9 @@ def hashes(keys: np.ndarray) -> np.ndarray:
 
 
 def _buckets(keys: Tensor, bits: int) -> Tensor:
-    """The bucket of each key, a number of this many bits: the high bits of a product, which depend on the whole key.
+    """The bucket of each key: a number of this many bits, which are the highest ones of its hash.
 
-    The mask removes the copies of the sign bit that `>>` shifts in.
+    `>>` shifts in copies of the sign bit, and the mask removes them.
     """
     return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
 
@@ -261,7 +265,7 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def index_type(limit: int) -> Any:
-    """int32 if it can hold values up to `limit`, else int64. Smaller arrays make look-ups faster."""
+    """int32 if it can hold values up to `limit`, else int64. Look-ups in smaller arrays are faster."""
     return np.int32 if limit < 1 << 31 else np.int64
 
 
@@ -289,7 +293,7 @@ class Ragged:
         starts = np.cumsum(self.lengths) - self.lengths
         for numbers, width in by_length(torch.from_numpy(self.lengths)):
             rows = numbers.numpy()
-            # After the end of a caption these positions read other captions' words, which serve as padding.
+            # After the end of a caption, these are positions of other captions' words, which serve as padding.
             positions = starts[rows, None] + np.arange(width)
             words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
             yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
@@ -369,7 +373,10 @@ def _bigrams(captions: Ragged) -> np.ndarray:
 
 
 def _entries(captions: Ragged, bigrams: HashTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct n-grams (M,) of captions, by caption, n and position: caption * 4 + n - 1; key; number of times."""
+    """The distinct n-grams of captions, sorted by caption, n and position.
+
+    Returns three arrays (M,): caption * 4 + n - 1, the key, and how often the caption contains it.
+    """
     parts = [(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32))]
     for numbers, words, lengths in captions.batches():
         grams = count_ngrams(words, lengths, bigrams)
@@ -381,7 +388,7 @@ def _entries(captions: Ragged, bigrams: HashTable) -> tuple[np.ndarray, np.ndarr
 
 
 def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct keys in the order of `hashes`, and the position in them of each key (n,) int32."""
+    """The distinct keys in the order of their `hashes`, and for each of the keys its position there (n,) int32."""
     hashed = hashes(keys)
     order = np.argsort(hashed)
     is_first = _is_first(hashed[order])
@@ -391,7 +398,7 @@ def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _is_first(values: np.ndarray) -> np.ndarray:
-    """True where one of the sorted values (n,) differs from the one before."""
+    """True for each of the sorted values (n,) that differs from the one before."""
     is_first = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])
     return is_first
@@ -403,5 +410,5 @@ def _positions(starts: np.ndarray, end: int) -> np.ndarray:
 
 
 def _small(values: np.ndarray) -> np.ndarray:
-    """The same numbers, as bytes if all fit."""
+    """The same numbers with the type uint8 if all fit, else int32."""
     return values.astype(np.uint8 if values.max(initial=0) < 256 else np.int32)

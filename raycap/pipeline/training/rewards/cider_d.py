@@ -17,16 +17,16 @@ from raycap.pipeline.training.rewards.cider import build_index
 class CiderDReward:
     """CIDEr-D of sampled token ids (SOS ... EOS PAD) against reference captions, which the vocabulary tokenizes.
 
-    References keep all their words, including those outside the model's vocabulary. Subwords are no words: with them,
+    References keep all their words, including those outside the model's vocabulary. If the vocabulary has subwords,
     sampled captions and references are split into the words of the language's metrics. This happens on the host, once
     per distinct caption of a call, and takes 0.1 to 0.3 ms per caption.
 
-    eos: counts EOS as a word at the end of every reference and of every caption that ended, so that a caption cut off
-    at the length limit scores lower.
-    caption_documents: the document frequencies count captions instead of images.
-    device: of the captions to score, and of the index. `build_index` states its size.
-    ground_truth: the mean CIDEr-D of the first caption of an image against its other captions, with EOS and without it,
-    over the first 1000 images with several captions; None if no image has several (see `check_reward`).
+    eos: if true, EOS counts as a word at the end of every reference and of every caption that ended. A caption that was
+    cut off at the length limit then scores lower.
+    caption_documents: if true, the document frequencies count captions instead of images.
+    device: of the captions to score, and of the index, whose size `build_index` states.
+    ground_truth: how well the first caption of an image scores against its other captions, as the mean CIDEr-D over the
+    first 1000 images with several captions. The two values are with EOS and without it. None if no image has several.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CiderDReward:
         self.eos, self.eos_id = eos, vocabulary.eos
         self._vocabulary, self._language = vocabulary, language
         with_several: list[list[list[int]]] = []
-        # The ids of the words: those of the vocabulary, or with subwords those of the references.
+        # The ids of words: those of the vocabulary or, if that has subwords, new ones for the references' words.
         ids = dict(vocabulary.ids) if vocabulary.subwords is None else {EOS: 0}
 
         def encoded() -> Iterator[list[list[int]]]:
@@ -91,7 +91,7 @@ class CiderDReward:
         for row in dict.fromkeys(rows):
             words = _words_of(self._vocabulary.decode(row), self._language)
             words += [EOS] if self.eos and self.eos_id in row else []
-            new_ids: dict[str, int] = {}  # of words that no reference has; they differ from all others
+            new_ids: dict[str, int] = {}  # of words that no reference has
             ids = [
                 word_ids[word] if word in word_ids else len(word_ids) + new_ids.setdefault(word, len(new_ids))
                 for word in words
@@ -103,12 +103,12 @@ class CiderDReward:
 
 
 def _words_of(caption: str, language: str) -> list[str]:
-    """The words of a raw caption on which CIDEr-D is computed. A PTB token with a space in it ("1 1/2") is two."""
+    """The words of a raw caption for CIDEr-D. A PTB token with a space in it ("1 1/2") is two words."""
     return [word for token in metric_words(caption, language) for word in token.split()]
 
 
 def _ground_truth(images: list[list[list[int]]], eos: bool) -> tuple[float, float] | None:
-    """The mean CIDEr-D of each image's first caption against the others, and that of the captions without EOS."""
+    """The mean CIDEr-D of each image's first caption against its others, with EOS and without it."""
     if not images:
         return None
     others = build_index(captions[1:] for captions in images)

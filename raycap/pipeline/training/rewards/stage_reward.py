@@ -22,8 +22,8 @@ from raycap.pipeline.evaluation.scores.ngrams import bleu, rouge_l
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider_d import CiderDReward
 
-MAX_IMAGES = 100_000  # whose references are kept split by one worker, 100 MB
-CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that its EOS can count as a word
+MAX_IMAGES = 100_000  # A worker keeps the words of the references of this many images, which takes 100 MB.
+CIDER_D = "ciderd"  # the name of `CiderDReward`. It reads token ids, so that EOS can count as a word.
 
 
 def length(captions: CaptionWords) -> np.ndarray:
@@ -32,7 +32,7 @@ def length(captions: CaptionWords) -> np.ndarray:
 
 
 def repetition(captions: CaptionWords) -> np.ndarray:
-    """How many pairs of neighboring words of each caption have occurred in it before.
+    """How many pairs of neighboring words of each caption repeat an earlier pair of it.
 
     "a dog and a dog" has 1, "dog dog dog dog" has 2. A negative weight makes captions repeat less.
     """
@@ -40,9 +40,9 @@ def repetition(captions: CaptionWords) -> np.ndarray:
     return np.array([len(each) - len(set(each)) for each in pairs], np.float64)
 
 
-# Each gives N captions their values, float64 (N,), which do not depend on the other captions. BLEU-n and ROUGE-L, from
-# 0 to 1, are the metrics' values per image. BLEU is smoothed only by 1e-15 matches and 1e-9 n-grams: a caption without
-# a matching 4-gram has a BLEU-4 below 0.0002.
+# Each function gives N captions their values, float64 (N,), where the value of a caption does not depend on the others.
+# BLEU-n and ROUGE-L are the metrics' values per image, from 0 to 1. BLEU is hardly smoothed (1e-15 matches and 1e-9
+# n-grams), so a caption without a matching 4-gram has a BLEU-4 below 0.0002.
 WORD_REWARDS: dict[str, Callable[[CaptionWords], np.ndarray]] = {
     "bleu1": lambda captions: bleu(captions.corpus)[1][0],
     "bleu2": lambda captions: bleu(captions.corpus)[1][1],
@@ -59,8 +59,8 @@ class WeightedReward:
     """The sum of weights times rewards of `REWARDS`.
 
     If a reward needs words, sampled captions and the references of their images are split on the host. This takes 0.1
-    to 0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of the references of
-    MAX_IMAGES images are kept, about 1 kB each with five references.
+    to 0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of references are kept
+    for MAX_IMAGES images.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class WeightedReward:
         language: str,
     ) -> None:
         """captions_of: gives the raw captions of the image with a number. cider_d: of the same images in this order."""
-        self.weights = dict(sorted(weights.items()))  # so that rounding does not depend on the order in a file
+        self.weights = dict(sorted(weights.items()))  # The order in a file must not change the rounding of the sum.
         self.cider_d, self._vocabulary, self._language = cider_d, vocabulary, language
         # It does not refer to `self`: a cycle would keep the index of a finished stage in a GPU's memory.
         self._of_image = lru_cache(MAX_IMAGES)(lambda index: [_split(text, language) for text in captions_of(index)])
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum (R,) for R captions, and each reward's values (R,) without its weight, by name; all float64.
+        """The sum (R,) for R captions, and by name the values (R,) of each reward before its weight; all float64.
 
         tokens, indices: see `CiderDReward`.
         """
@@ -93,7 +93,7 @@ class WeightedReward:
         return torch.stack(parts).sum(0), values
 
     def _words(self, tokens: Tensor, indices: Tensor) -> tuple[CaptionWords, Tensor]:
-        """The distinct pairs of a caption and an image, and the number (R,), on the host, of each row's pair."""
+        """The distinct pairs of a caption and an image, and for each row the number of its pair (R,), on the host."""
         rows = [tuple(row) for row in tokens.tolist()]
         pairs = list(zip(rows, indices.tolist(), strict=True))
         words = {row: _split(self._vocabulary.decode(row), self._language) for row in dict.fromkeys(rows)}
