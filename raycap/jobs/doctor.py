@@ -73,11 +73,11 @@ class Finding:
 
 
 class ScarceError(Exception):
-    """A check has found less than all work needs, but enough for a part of it."""
+    """A check has found less than some runs need, for example little space on a disk."""
 
 
 def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = True) -> Finding:
-    """Runs a check. look: returns what it found, or raises an error that describes the problem."""
+    """Runs a check. look: returns a text about what it found, or raises an error that describes the problem."""
     try:
         return Finding(name, "ok", look())
     except Exception as error:  # libraries raise many types for a broken installation, credentials and settings
@@ -106,7 +106,7 @@ def doctor(
     """
     address = cluster_address(address)
     if address is not None and address.startswith(("http://", "https://")):
-        # this command runs as a job, whose output is printed
+        # The command runs there as a job, and the output of the job is printed.
         changes = [word for override in set_ or () for word in ("--set", override)]
         arguments, secrets = ([], []) if config is None else ([str(config)], used_variables(config))
         job = Job("doctor", [*arguments, *changes], secrets=secrets)
@@ -125,7 +125,7 @@ def doctor(
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
-    """The run in a YAML file, or the one from which a search starts, and what its stages ask for."""
+    """The run that a YAML file describes, and what its stages ask for. For a search, it is the run of the base."""
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
         search = load_search(path, overrides)
@@ -184,9 +184,10 @@ def folders() -> Iterator[Finding]:
 
 
 def space(folder: Path, least: float = 1, enough: float = 10) -> str:
-    """The free space for a folder, which need not exist yet, in GiB. OSError if it is below `least`, or not writable.
+    """A text with the free space for a folder, which need not exist yet.
 
-    Raises ScarceError if it is below `enough`.
+    Raises OSError if the folder cannot be written or fewer than `least` GiB are free, and ScarceError if fewer than
+    `enough` are free.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -200,14 +201,14 @@ def space(folder: Path, least: float = 1, enough: float = 10) -> str:
 
 
 def torch_pair() -> str:
-    """The versions of torch and torchvision. Different builds of them fail only when an operator is called."""
+    """The versions of torch and torchvision. It calls an operator, because builds that do not fit fail only then."""
     torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
     vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     return f"torch {torch.__version__}, torchvision {vision.__version__}"
 
 
 def gpus(wanted: float, *, is_needed: bool) -> Finding:
-    """Checks that torch can use as many GPUs as the run needs, or as Ray offers on this node."""
+    """Checks that torch can use the wanted number of GPUs: what the run needs, or what Ray offers on this node."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -225,7 +226,7 @@ def java() -> Finding:
 
 
 def storage(folder: StoragePath, probe: str = "") -> Finding:
-    """Whether results can be written, by a conditional write. probe: a file that another machine has written there."""
+    """Whether results can be written. probe: the name of a file that the driver's machine has written there."""
 
     def look() -> str:
         if probe and not (folder / probe).exists():
@@ -240,7 +241,7 @@ def storage(folder: StoragePath, probe: str = "") -> Finding:
 
 
 def data(config: RunConfig) -> str:
-    """Whether the data set's annotations exist; `raycap check` reads them."""
+    """Whether the data set's annotations exist. `raycap check` also reads them."""
     section = config.data
     if section.root is None:
         return "synthetic data set"
@@ -253,7 +254,7 @@ def data(config: RunConfig) -> str:
 
 
 def tracker(config: RunConfig) -> str:
-    """Whether the tracker answers."""
+    """The address of the tracker, if it answers."""
     if not config.tracking.enabled:
         return "off"
     address = public_uri(config)
@@ -266,13 +267,13 @@ def tracker(config: RunConfig) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal on all machines. Builds of torch for different hardware count as equal."""
+    """The versions that must be equal on all machines. Torch's builds for different hardware have one version here."""
     found = {"python": ".".join(platform.python_version_tuple()[:2]), "raycap": commit()}
     return found | {name: importlib.metadata.version(name).partition("+")[0] for name in ("ray", "torch")}
 
 
 def same_versions(expected: Mapping[str, str]) -> Finding:
-    """Compares this machine's versions with those of another. An unknown commit, as without git, is no difference."""
+    """Compares this machine's versions with those of another. A commit may be unknown, and is then not compared."""
     found = versions()
     if different := [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]:
         text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
@@ -285,8 +286,8 @@ def check_node(
 ) -> list[Finding]:
     """Runs the checks on the node on which this runs.
 
-    expected: the driver's versions. wanted: how many GPUs Ray offers there, and whether a run needs them. probe: the
-    place of the storage, and the name of a file that the driver wrote there.
+    expected: the driver's versions. wanted: the number of GPUs that Ray offers there, and whether a run needs GPUs.
+    probe: the place of the storage, and the name of a file that the driver wrote there.
     """
     found = [same_versions(expected), gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
     return found if probe is None else [*found, storage(*probe)]
@@ -295,7 +296,8 @@ def check_node(
 def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:
     """Asks all live nodes and compares their answers. Ray must have been started.
 
-    The driver writes a file into the storage for them. It remains where the credentials may not remove files.
+    The driver writes a file into the storage, which all nodes must find. If it has no right to remove files, this file
+    remains.
     """
     import ray
 
@@ -303,7 +305,7 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
     uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles) and not computes_on_cpus()
     probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
     if probe is not None:
-        with suppress(OSError):  # the check of the storage from this machine reports it
+        with suppress(OSError):  # `check_machine` has reported it
             (probe[0] / probe[1]).write_bytes(b"")
     found = _ask(alive, uses_gpus, probe)
     if probe is not None:
@@ -355,7 +357,7 @@ def has_workers(status: ClusterStatus) -> Finding:
 
 
 def stage_fits(status: ClusterStatus, stage: str, bundles: Sequence[Resources]) -> Finding:
-    """Whether the live nodes can serve what a stage asks for. What an autoscaler can start is not known."""
+    """Whether the live nodes have what a stage asks for. Nodes that an autoscaler could start are not known."""
     wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     text = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
     if status.fits(wanted):

@@ -56,7 +56,7 @@ KNOWN = {
     "predictions", "scores.json", "report.html", "COMPLETE.json", ".lock",
 }  # fmt: skip
 # The files that are removed first, in this order. Without them, readers see that the folder is not complete.
-MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
+MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"manifest/.*", "COMPLETE")
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
 
 

@@ -1,8 +1,8 @@
 """`raycap submit`: runs a command as a job on a Ray cluster and follows it. `ray job` manages it further.
 
-Everyone who reaches the dashboard's API can read a job's entry point, metadata and runtime environment with the values
-of its variables. So none of them holds a secret: secrets are passed by name, and the cluster's own environment has
-their values (a Kubernetes secret, an instance's role). A job without one of them stops at once and names it.
+Everyone who reaches the dashboard's API can read a job's entry point, metadata and variables. None of these therefore
+contains a secret. Secrets are passed by name, and the environment of the cluster's nodes has their values, for example
+from a Kubernetes secret. A job that lacks one of them stops at once and names it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-GIVE_UP_AFTER_S = 600.0  # following a job ends when the cluster was unreachable for this long
+GIVE_UP_AFTER_S = 600.0  # a job is no longer followed if the cluster is unreachable for this time
 STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers them to its argument
 CLIENT_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
@@ -80,7 +80,7 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
     name, files, config = _read(job)
     arguments = list(job.arguments) if config is None else [config, *job.arguments[1:]]
     begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    # an id is part of a URL
+    # The id is a part of URLs.
     job_id = f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{begin}-{uuid.uuid4().hex[:6]}"
     title = " ".join([job.command, *arguments[:1]])
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
@@ -105,7 +105,7 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
 def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
     """Yields Ray's client of the jobs server, which finds the token by itself.
 
-    Inside the `with`, a refused request raises UserError, and an unreachable server raises JobFailedError.
+    In the `with` block, a refused request raises UserError, and an unreachable server raises JobFailedError.
     """
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
     for name in ADDRESS_VARIABLES:
@@ -121,9 +121,9 @@ def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
         raise UserError(
             f"{address} refuses the token, or asks for one; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
         ) from error
-    except OSError as error:  # of the package requests, too
+    except OSError as error:  # the package `requests` raises subclasses of it
         raise JobFailedError(f"{address} cannot be reached: {one_line(error)}") from error
-    except RuntimeError as error:  # the client's error for other answers
+    except RuntimeError as error:  # raised by the client for other answers
         raise UserError(f"{address} refuses the request, or is no Ray dashboard: {one_line(error)}") from error
 
 
@@ -185,7 +185,7 @@ def parse_arguments(command: str, arguments: Sequence[str]) -> Values:
 
 
 def _checked_command(command: str) -> str:
-    """The first argument of `raycap submit`. It is checked before the others are asked for."""
+    """Checks the first argument of `raycap submit`, before typer complains that others are missing."""
     names = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
     if command not in names:
         raise UserError(f"{shown(command)!r} cannot be submitted; one of {', '.join(names)} can")
@@ -193,7 +193,7 @@ def _checked_command(command: str) -> str:
 
 
 def dashboard_address(address: str) -> str:
-    """The address with its scheme and without a slash at its end. Raises UserError for any other text."""
+    """The dashboard's address with a scheme and without a slash at its end. Raises UserError if it is not one."""
     full = (address if "://" in address else f"http://{address}").rstrip("/")
     if not re.fullmatch(r"https?://([\w.-]+|\[[0-9a-fA-F:.%]+\])(:\d{1,5})?(/[\w./-]*)?", full, re.ASCII):
         raise UserError(
@@ -218,8 +218,8 @@ def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = 
 def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[str, Path], str | None]:
     """The files to send beside the package, by their path in the job's folder, and the configuration's path there.
 
-    They are the configuration with the files that it references, unless the package has them, and the relative paths
-    among `named` that are files here: a job starts in its folder, where they are found too.
+    The first are the configuration and the files that it references, unless the package has them. The others are files
+    with relative paths among `named`. The job starts in its folder, so that it finds them under the same paths.
     """
     paths = (Path(path) for path in named)
     files = {
@@ -249,7 +249,7 @@ def pack(folder: Path, files: Mapping[str, Path]) -> None:
 
 
 def named_paths(config: RunConfig) -> dict[str, str | None]:
-    """The files and folders that a configuration names, by key. A job brings the files with relative paths."""
+    """The files and folders that a configuration names, by key."""
     return {
         "storage": config.storage.uri,
         "data.root": config.data.root,
@@ -279,7 +279,7 @@ def check_paths(paths: Iterable[tuple[str, str | Path | None]], packed: Containe
 
 
 def variables(given: Sequence[str]) -> dict[str, str]:
-    """Parses `NAME` (its value is taken from the environment) and `NAME=VALUE`, for variables that anyone may see.
+    """Parses the values of `--env`: `NAME=VALUE`, or `NAME` for a variable of this machine.
 
     Raises UserError for variables that are not set, and for names and values that look like secrets.
     """
@@ -300,7 +300,7 @@ def variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def secret_names(given: Sequence[str]) -> tuple[str, ...]:
-    """The names of secrets without repetitions. Raises UserError for a name with a value and for an invalid name."""
+    """Checks the values of `--secret`, and removes repetitions. Raises UserError unless each is a variable's name."""
     for text in given:
         name, separator, _ = text.partition("=")
         if separator:
@@ -316,13 +316,13 @@ def used_variables(config: Path) -> list[str]:
 
 
 def check_texts(config: Path | None, arguments: Sequence[str], available: Container[str]) -> None:
-    """Raises UserError for a secret in what is sent, and for a `${VARIABLE}` that the job would not have.
+    """Raises UserError if the files or arguments contain a secret, or a `${VARIABLE}` that the job would not have.
 
     available: the names of the variables that the job has.
     """
     texts = list[tuple[str, str, bool]]()  # where it is, the text, and whether its key is that of a secret
     for argument in arguments:
-        # of KEY=VALUE and --set=KEY=VALUE, the value is also examined alone, because a password may contain blanks
+        # The value in KEY=VALUE or --set=KEY=VALUE is also examined alone, because a password may contain blanks.
         value = argument.partition("=")[2]
         texts += [("an argument", text, False) for text in (argument, value, value.partition("=")[2])]
     for path in () if config is None else reversed(referenced_files(config)):
@@ -364,7 +364,7 @@ def follow(client: JobSubmissionClient, job_id: str) -> int:
 
 
 async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
-    """Follows a job to its end, and returns its record. Each connection sends the log from its beginning."""
+    """Prints a job's log until the job ends, and returns its record. Each connection sends the log from its start."""
     import aiohttp
 
     num_printed, pending, unreachable_since = 0, "", None
@@ -377,7 +377,8 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
             else:
                 num_received = 0
                 async for text in client.tail_job_logs(job_id):
-                    print(text[max(0, num_printed - num_received) :], end="", flush=True)  # without what was printed
+                    num_known = max(0, num_printed - num_received)  # characters that an earlier connection has sent
+                    print(text[num_known:], end="", flush=True)
                     num_received += len(text)
                     num_printed = max(num_printed, num_received)
                 info = client.get_job_info(job_id)
@@ -418,7 +419,7 @@ def command(
 
     Example: raycap submit run demo --address http://head:8265 --set storage=s3://bucket/prefix
     """
-    # The command itself must take its first argument before its options, unless it takes several arguments.
+    # Otherwise an option in its place would be taken for the configuration. `caption` takes any number of arguments.
     if argument.startswith("-") and command != "caption":
         raise UserError(f"submit {command} does not take {argument} there; the form is: raycap submit COMMAND CONFIG")
     job = Job(command, [argument, *context.args], variables(env or ()), secret_names(secret or ()))

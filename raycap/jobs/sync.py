@@ -48,7 +48,7 @@ def sync(
     for folder in runs:
         num_runs += 1
         uri = public_uri(folder.config)
-        if uri in unreachable:  # another attempt would wait for the tracker again
+        if uri in unreachable:  # another attempt would have to wait for its end, too
             logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
         elif not send(folder):
             unreachable.add(uri)
@@ -126,8 +126,8 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
         opened = open_folder(folder, config.home(f"runs/{folder.name}"), config)
-        other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
         # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
+        other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
         if other_trackers and config.tracking.uri is None:
             values["tracking"]["uri"] = other_trackers[-1]
         yield replace(opened, config=with_decisions_of(parse_config(values), stored))

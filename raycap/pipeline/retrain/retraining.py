@@ -79,7 +79,7 @@ class Work(Protocol):
         """Trains a model of this configuration on the data, or resumes its run if that exists."""
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
-        """CIDEr-D of a bundle on the held-out images. `files` contains the sha256 that each of its files must have."""
+        """CIDEr-D of a bundle on the held-out images. files: the sha256 that each file of the bundle must have."""
 
 
 class Scores(NamedTuple):
@@ -103,12 +103,12 @@ def retrain(config: RunConfig, work: Work) -> int:
 
     Returns 0, or 1 for bad data or a lost lease. Raises UserError for errors in the configuration.
     """
-    held_out_split(config)  # raises before anything is written
+    held_out_split(config)  # raises UserError before anything is written
     return _act_under_lease(config, lambda retraining: retraining.execute(work))
 
 
 def rollback(config: RunConfig) -> int:
-    """Restores the previous champion; returns the exit code. It takes the lease from a running retraining by force."""
+    """Restores the previous champion, and returns the exit code. A running retraining loses its lease."""
     if not ChampionStore(config.storage_place, config.name).read().before:
         raise UserError(f"--rollback: {config.name} has no earlier champion in {config.storage.uri}; nothing changed")
     return _act_under_lease(config, Retraining.roll_back, by_force=True)
@@ -117,12 +117,12 @@ def rollback(config: RunConfig) -> int:
 def _act_under_lease(config: RunConfig, act: Callable[[Retraining], int], *, by_force: bool = False) -> int:
     """Takes the lease, calls `act` and returns its exit code.
 
-    Returns 0 without a call when another process has the lease, and 1 when the lease is lost during the call. Raises
+    If another process has the lease, returns 0 without a call. If the lease is lost during the call, returns 1. Raises
     StorageError if the storage has no conditional writes.
     """
     store = ChampionStore(config.storage_place, config.name)
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
-    if path.is_remote:  # a server that ignores conditions would give the lease to two processes
+    if path.is_remote:  # some servers ignore conditions and would give the lease to two processes
         try_rights(store.folder)
     # A new token must be larger than every earlier one, even after lease.json or champion.json was deleted.
     state = store.read()
@@ -184,10 +184,11 @@ class Retraining:
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:
             return self._nothing_new(change)
-        # the images in the previous listing were checked by the retraining that wrote it
+        # The images in the previous listing need no check, because the retraining that wrote it has checked them.
         known = None if before is None else before["key"].drop_null()
         findings = check_data(config, known, listing.select(ENTRIES.names))
-        for finding in [finding for finding in findings.findings if finding.kind == "error"][:MAX_FINDINGS_SHOWN]:
+        errors = [finding for finding in findings.findings if finding.kind == "error"]
+        for finding in errors[:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
         if not findings.ok or findings.data is None:
             logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
@@ -228,12 +229,17 @@ class Retraining:
         ours = score(challenger)
         theirs = None if self.state.champion is None else score(self.state.champion)
         values = ours.cider_by_image
-        if not values or (theirs is not None and values.keys() != theirs.cider_by_image.keys()):
+        has_same_images = theirs is None or values.keys() == theirs.cider_by_image.keys()
+        if not values or not has_same_images:
             raise OSError("some held-out images could be read for one model and not for the other; call again")
         if theirs is None:
             return Scores(ours, None, None)
-        sides = [[*values.values()]], [[*theirs.cider_by_image.values()]]
-        difference = paired_difference(*sides, confidence=config.retrain.confidence, seed=config.seed)
+        difference = paired_difference(
+            [list(values.values())],
+            [list(theirs.cider_by_image.values())],
+            confidence=config.retrain.confidence,
+            seed=config.seed,
+        )
         return Scores(ours, theirs, difference)
 
     def _decide(self, data: NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: Scores) -> int:
@@ -317,7 +323,7 @@ class Retraining:
         return 0
 
     def roll_back(self) -> int:
-        """Makes the former champion the champion again; returns the exit code."""
+        """Makes the former champion the champion again, and returns the exit code."""
         state = self.state
         if not state.before or state.champion is None:
             raise UserError(f"--rollback: {self.config.name} has no earlier champion; nothing changed")
@@ -360,14 +366,14 @@ def decision_page(config: RunConfig, decision: Decision, images: list[ReportImag
 
 
 def update_tracker(config: RunConfig, state: ChampionState) -> None:
-    """Points the tracker's alias at the version of the champion. If the tracker fails, logs one line."""
+    """Points the tracker's alias at the model version of the champion. If the tracker fails, it logs one line."""
     if not config.tracking.enabled or state.champion is None:
         return
     try:
         client = tracking_client(config)
         model = config.name
         runs = client.search_runs([experiment_of(client, config)], f"tags.`raycap.run_id` = '{state.champion.run_id}'")
-        # the child runs of its stages have the same tag
+        # The child runs of its stages have the same tag.
         run = next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
         versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
         if versions:

@@ -1,11 +1,11 @@
 """Local files and folders that appear whole or not at all (written under a temporary name, then renamed), and locks.
 
-Content is flushed to the disk (fsync) before the rename, and the folder after it. So a power cut leaves the old or the
-new content, never a part, and what is done after a write does not outlast the write: a stage's result is on the disk
+Content is flushed to the disk (fsync) before the rename, and the folder after it. A power cut therefore leaves the old
+or the new content, never a part of it. It also keeps the order of changes: for example, a stage's result is on the disk
 before its checkpoints are removed. `durable=False` skips both flushes, for content that can be made again.
 
 Temporary names begin with a dot, end in `.tmp` and are unique, so that several processes may write the same file. A
-killed writer leaves its temporary file behind, so that code that lists a folder must skip hidden names.
+killed writer leaves its temporary file behind. Code that lists a folder must therefore skip hidden names.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a disk or a quota has no space left, so that another attempt on this machine would fail as well."""
+    """Whether a disk or a quota has no space left. Another attempt on this machine would then fail as well."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -1,10 +1,10 @@
-"""Keeps local copies of folders on S3. Programs open a copy; where the two differ, the objects on S3 count.
+"""Keeps local copies of folders on S3. Programs read the copies. If the two differ, S3 is right.
 
-Each part of a folder has one writer at a time (the driver, or rank 0 of a stage), which pushes it; the others pull.
+Each part of a folder has one writer at a time, the driver or rank 0 of a stage. The writer pushes it, and others pull.
 A marker file shows that a folder is complete. Markers are uploaded last and removed first, so that nobody reads half a
 checkpoint. A push or pull costs one listing and one transfer per changed file.
 
-Copies of runs, searches and bundles that nobody has used for a week are removed, and a search removes those of a trial
+Copies of runs, searches and bundles that nobody has used for a week are removed. A search removes the copies of a trial
 when the trial ends. A removed copy is downloaded again when it is needed.
 """
 
@@ -30,12 +30,12 @@ from raycap.pipeline.storage.s3 import StorageError
 MARKERS = ("progress.json", "run.json", "DONE.json", "COMPLETE.json", "COMPLETE")
 RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
-PULL_ATTEMPTS = 3  # of a pull whose files the writer removes meanwhile, as it replaces checkpoints
+PULL_ATTEMPTS = 3  # a pull starts again if the folder's writer removes files meanwhile, such as old checkpoints
 
 # {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
 Record = dict[str, list[Any]]
 COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
-UNUSED_FOR_S = 7 * 86400.0  # some readers of a copy, such as `raycap evaluate`, do not lock it
+UNUSED_FOR_S = 7 * 86400.0  # long, because some readers of a copy, such as `raycap evaluate`, do not lock it
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ class Mirror:
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
-                remote = _without_unfinished(self._listed(under))
-                remote = {name: each for name, each in remote.items() if (name in only if only else _is_visible(name))}
+                listed = _without_unfinished(self._listed(under))
+                wanted = only or {name for name in listed if _is_visible(name)}
+                remote = {name: entry for name, entry in listed.items() if name in wanted}
                 for name in remote:
-                    relative_name(name, self.home.uri)
+                    relative_name(name, self.home.uri)  # raises UserError for a name that leads out of the copy
                 files = self._local_files(under)
                 outdated = [name for name, each in remote.items() if record.get(name) != [each.tag, files.get(name)]]
                 check({name: remote[name] for name in outdated})
@@ -82,8 +83,8 @@ class Mirror:
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy.
 
-        Only objects that this copy has sent or fetched are removed; newer objects of other writers remain.
-        `check_may_write` is called before markers are uploaded and objects removed, and may raise an error.
+        It removes only objects that this copy has sent or fetched, so that newer ones of other writers remain. It calls
+        `check_may_write`, which may raise an error, before it uploads markers and removes objects.
         """
         with self._record() as record:
             files = self._local_files(under)
@@ -100,13 +101,15 @@ class Mirror:
 
     def _listed(self, under: str) -> dict[str, Entry]:
         """The objects below `under`, or the object `under` itself, by their names in the folder."""
-        if "." in under.rsplit("/", 1)[-1]:  # a file
+        is_file = "." in under.rsplit("/", 1)[-1]
+        if is_file:
             try:
                 return {under: (self.home / under).stat()}
             except FileNotFoundError:
                 return {}
-        prefix = f"{under}/" if under else ""
-        return {prefix + name: entry for name, entry in (self.home / under if under else self.home).list().items()}
+        if not under:
+            return self.home.list()
+        return {f"{under}/{name}": entry for name, entry in (self.home / under).list().items()}
 
     def _local_files(self, under: str) -> dict[str, list[int]]:
         """The copy's files below `under` by name, each with [size, modification time]."""
@@ -145,7 +148,7 @@ class Mirror:
 
     @contextmanager
     def _record(self) -> Iterator[Record]:
-        """The record of transferred files, for one process at a time. It is saved even when a transfer fails."""
+        """Yields the record of transferred files to one process at a time, and saves it even if a transfer fails."""
         self.local.mkdir(parents=True, exist_ok=True)
         record: Record = {}
         with file_lock(self.record_path.with_suffix(".lock")):
@@ -158,7 +161,7 @@ class Mirror:
 
     @property
     def record_path(self) -> Path:
-        """The file with the record. A push or pull writes it, so that its time is that of the copy's last use."""
+        """The file with the record. Each push or pull writes it, so its time shows when the copy was last used."""
         return self.local.with_name(f".{self.local.name}{RECORD_SUFFIX}")
 
 
@@ -223,7 +226,7 @@ def remove_copy(copy: Path, unused_for_s: float) -> None:
     with suppress(FileNotFoundError):  # another process removes it
         if not copy.is_dir() or time.time() - record.stat().st_mtime < unused_for_s:
             return
-        record_lock = record.with_suffix(".lock")  # of a push or pull
+        record_lock = record.with_suffix(".lock")  # held during a push or pull
         with try_file_lock(copy / ".lock") as is_free, try_file_lock(record_lock) as is_idle:
             if not (is_free and is_idle):
                 return

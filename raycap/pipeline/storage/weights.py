@@ -45,10 +45,10 @@ def keep_weights(module: nn.Module, folder: Path) -> Path:
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
-    """Loads a file (or its content `data`) into `module`.
+    """Loads the file `path` into `module`. data: the content of the file, if it was read before.
 
-    Raises ValueError naming some of the keys or shapes that do not match, and DamagedError for a file that cannot be
-    read.
+    Raises ValueError with some of the names if names or shapes of tensors do not match, and DamagedError for a file
+    that cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load, load_file
@@ -59,7 +59,8 @@ def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> No
         raise DamagedError(f"{path} is damaged: {error}") from error
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    if wrong := sorted({name for name, _ in found.items() ^ expected.items()}):
+    differences = found.items() ^ expected.items()
+    if wrong := sorted({name for name, _ in differences}):
         some = (f"{name} (file: {found.get(name)}, model: {expected.get(name)})" for name in wrong[:3])
         text = printable(", ".join(some))[:MAX_ERROR]
         raise ValueError(f"{path} does not fit: {len(wrong)} tensors differ in name or shape, such as {text}")
@@ -83,5 +84,5 @@ def weights_file_digest(path: Path) -> str:
 
 @lru_cache(maxsize=64)
 def _digest(path: str, size: int, mtime_ns: int) -> str:
-    """The SHA-256 of a file. Size and time are parameters so that the cache forgets a file that has changed."""
+    """The SHA-256 of a file. A changed file has another size or time, so that its old digest is not used."""
     return file_digest(Path(path))

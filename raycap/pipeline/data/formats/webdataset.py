@@ -31,7 +31,7 @@ class TarMember(NamedTuple):
 
 
 class _Headers:
-    """An archive of which tarfile reads headers only. It would read one of any size, as the header states it."""
+    """An archive of which tarfile reads the headers. Limits their size, which a header may state as any number."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell = file, file.seek, file.tell
@@ -45,8 +45,8 @@ class _Headers:
 def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     """The regular files in an archive, in its order. Folders, links and devices are left out.
 
-    title: the archive's name, with which errors begin. Raises UserError for damaged archives, sparse files, more than
-    MAX_MEMBERS members, and a name that occurs twice or is not UTF-8.
+    title: the archive's name in errors. Raises UserError for damaged archives, sparse files, more than MAX_MEMBERS
+    members, and a name that occurs twice or is not UTF-8.
     """
     size, names = file.seek(0, os.SEEK_END), set[str]()
     file.seek(0)
@@ -123,7 +123,7 @@ def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
 
 
 def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
-    """Adds the images of an archive. Captions are the lines of the text file, or in the JSON file as in a table."""
+    """Adds the images of an archive. Captions are the lines of the text file; else the JSON file has a table's keys."""
     if not samples:
         raise UserError(f"annotation file {source.annotations} contains no image; give a tar of images and captions")
     for sample in samples:
