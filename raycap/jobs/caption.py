@@ -129,8 +129,8 @@ def caption(
 class Processes(NamedTuple):
     """The processes on Ray, and how long to wait for them.
 
-    address: of a cluster; None for a Ray on this machine. gpus: of each process; None: 1 if the cluster has GPUs now,
-    else 0. most: the largest number of processes; None for as many as the cluster has room for.
+    address: of a cluster; None starts Ray on this machine. gpus: of each process; if None, each gets one GPU where Ray
+    has GPUs, and else none. most: the largest number of processes; None for as many as Ray has room for.
     """
 
     address: str | None
@@ -169,7 +169,7 @@ class Request:
 
     @property
     def joins_cluster(self) -> bool:
-        return bool(cluster_address(self.processes.address))  # Ray sets its variable for a submitted job
+        return bool(cluster_address(self.processes.address))  # Ray gives the address to a submitted job in a variable
 
     def check(self, num_images: int) -> None:
         """Raises UserError for a bundle or options with which no image can be captioned."""
@@ -207,7 +207,7 @@ class Request:
             "precision": self.precision,
             "num_results": self.num_results,
             "model": bundle.config["name"],
-            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # bundles of one name have others
+            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # names of bundles can be equal
             "fit": self.confidence and self.confidence.digest,
             "min_confidence": self.min_confidence,
         }

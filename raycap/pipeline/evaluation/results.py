@@ -150,8 +150,8 @@ class SplitScores:
 
     images: by image id; an image that cannot be read has the reason in place of a caption. constraints: None if no
     image has any. main_object_hits: whether the main object is named, by image id; only for the synthetic data set.
-    quality: of the confidence; None if there is none, and for the split on which it was fitted. published: printed
-    scores, each with why ours cannot be compared, or "".
+    quality: of the confidence; None if there is none, and for the split on which it was fitted. published: scores that
+    papers print, each with the reason why ours cannot be compared, or "" if they can.
     """
 
     split: str
@@ -248,9 +248,9 @@ class SplitScores:
 class Scores:
     """The result of an evaluation.
 
-    bundles: of the model, or several of an ensemble. search: by which the images were captioned. confidence: the one
-    that was fitted on the validation split; None without this split, and if none could be fitted. seconds_per_image: of
-    a worker, without the loading of models; None for captions of an earlier attempt.
+    bundles: one, or several of an ensemble. search: the settings with which the images were captioned. confidence: was
+    fitted on the validation split; None without this split, and if the fit is not possible. seconds_per_image: the time
+    of a worker, without the loading of models. It is None if the captions are those of an earlier attempt.
     """
 
     bundles: tuple[StoragePath, ...]

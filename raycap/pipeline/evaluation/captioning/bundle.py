@@ -10,8 +10,8 @@ digests.json         the SHA-256 of each file above, so that a damaged file is f
 A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
 and its sizes are compared with those of its tensors before memory is used.
 
-A worker reads the bundle from the storage, or gets the contents of its files, because a path on the driver's disk
-cannot be used on a node that does not share this disk (`bundle_source`).
+A worker reads the bundle from the storage. If the bundle is only on the driver's disk, which other nodes cannot read,
+the worker gets the contents of its files through Ray (`bundle_source`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ FILE_LIMITS = {
     "vocabulary.json": MAX_VOCABULARY_BYTES,
     **dict.fromkeys((DIGESTS, CONFIDENCE), MAX_BYTES),
 }
-# Limits for what takes time or memory without a tensor of this size in model.safetensors.
+# Limits of sizes that cost time or memory and that no tensor in model.safetensors bounds.
 MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
 MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
@@ -230,7 +230,7 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
 def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
     """Adds the results of an evaluation to a bundle, whose local folder is replaced as a whole.
 
-    confidence: takes the place of that of the same search; None for none. info: further values of the bundle's info.
+    confidence: replaces the one of the same search; None changes nothing. info: is added to the bundle's info.
     Raises UserError for a damaged bundle, and for one with links or special files: a copy of a stranger's bundle must
     not read or write what they lead to.
     """

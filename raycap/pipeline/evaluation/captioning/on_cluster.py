@@ -58,7 +58,7 @@ class TaskModel(NamedTuple):
 
 
 class Captioned(NamedTuple):
-    """The captions of each split by image id. seconds: that the workers took together, without loading models."""
+    """The captions of each split by image id. seconds: the sum of the workers' times, without loading models."""
 
     splits: dict[str, dict[int, ImageCaption]]
     seconds: float

@@ -79,7 +79,7 @@ def caption_stream(
     encoded = np.array([name.encode(errors="surrogatepass") for name in names], object)
     parts = np.array_split(encoded, math.ceil(len(names) / BLOCK_SIZE))
     blocks = [pa.table({"name": pa.array(part, pa.binary())}) for part in parts]
-    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` runs a task for each block
+    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` would run a task for each block
         _decode,
         fn_kwargs={"transform": transform},
         batch_size=None,
@@ -116,7 +116,7 @@ def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
             return str(error)
         return ""
 
-    # Requests spend most of their time waiting; local files are decoded one after the other.
+    # Several threads help only with files on S3, because requests mostly wait.
     with ThreadPoolExecutor(8 if any(map(is_remote, names)) else 1) as pool:
         reasons = list(pool.map(decode, range(len(pixels))))
     return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}

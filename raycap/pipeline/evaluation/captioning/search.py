@@ -1,10 +1,10 @@
 """Captions many images with one model or an ensemble. Each worker runs a batched search over its share.
 
 Two measures of a best caption take one teacher-forced pass each. The alignment is the normalized fine-grained score of
-Ada-ClustFormer's paper (section 4.1): the share of words that agree with an image token, where each is the nearest of
-the other. The energy of a token is minus the log-sum-exp of its logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with
-temperature 1). It is higher on images unlike those of the training. Log-probabilities do not contain it, because
-softmax removes the common level of the logits.
+Ada-ClustFormer's paper (section 4.1). A word and an image token agree if each is the nearest of the other, and the
+alignment is the share of words that agree with an image token. The energy of a token is minus the log-sum-exp of its
+logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with temperature 1). It is higher on images unlike those of the
+training. Log-probabilities do not contain it, because softmax removes the common level of the logits.
 
 Shapes: B images, N image tokens, T caption tokens with SOS, D width, V vocabulary.
 """
@@ -150,7 +150,7 @@ def _shard(images: Images, context: Context) -> np.ndarray:
     return np.arange(len(images))[context.world_rank :: context.world_size]
 
 
-@torch.no_grad()  # In inference mode, autocast would convert each weight again at every use.
+@torch.no_grad()  # in inference mode, autocast would convert each weight again at every use
 def _caption_batch(
     models: Sequence[Captioner],
     inputs: Sequence[Images],
@@ -304,8 +304,8 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
 def caption_energies(model: CaptionModel, memory: Memory, tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
     """The mean energy (B,) float32 of the first `count` tokens of each caption; float64 for a float64 model.
 
-    tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: without SOS; of a
-    shorter caption, all tokens count.
+    tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: the number of
+    tokens after SOS. If a caption has fewer, the mean is over all of them.
     """
     counts = (lengths - 1).clamp(max=count)
     with evaluating(model):

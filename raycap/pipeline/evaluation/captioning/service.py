@@ -42,7 +42,7 @@ class CaptionService:
     or bfloat16 (autocast); `auto` times both and uses the faster one. Other methods compute in float32. device: cpu or
     cuda, to which the bundle is moved; None for a GPU if torch sees one. The methods take pixels on any device.
 
-    Several threads may call the methods. Computations with the model take turns, because its hooks record attention.
+    Several threads may call the methods. They take turns in computing, because hooks of the model record attention.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class CaptionService:
     ) -> Iterator[ImageCaption]:
         """Yields the captions of each image, in order. An image that cannot be read has the reason in `error`.
 
-        search: of `changed_search`; None for that of the service. batch_size: images per forward pass; None for
-        BATCH_SIZE. Raises StorageError while the storage does not answer.
+        search: a result of `changed_search`; by default the search of the service. batch_size: images per forward pass,
+        by default BATCH_SIZE. Raises StorageError while the storage does not answer.
         """
 
         def load(source: ImageSource) -> Tensor | str:
@@ -126,7 +126,7 @@ class CaptionService:
         """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it."""
         search, precision = search or self.search, precision or self.precision
         with self._computing, torch.no_grad():
-            # in inference mode, autocast would convert each weight again at every use
+            # no_grad and not inference mode, in which autocast would convert each weight again at every use
             confidence = self.bundle.confidence(search)
             signals: list[tuple[float, ...]] = []
             with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16"):

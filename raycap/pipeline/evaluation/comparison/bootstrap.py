@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESAMPLES = 10_000
-CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
+CHUNK_VALUES = 2**22  # image numbers that are drawn at a time; they take at most about 64 MiB
 
 
 @dataclass(frozen=True)

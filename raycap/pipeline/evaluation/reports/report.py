@@ -182,7 +182,7 @@ class ResultsFolder:
                     f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
                 )
             elif self.place.is_remote:
-                shutil.rmtree(self.path.parent, ignore_errors=True)  # with the mirror's record
+                shutil.rmtree(self.path.parent, ignore_errors=True)  # the mirror's record lies beside the results
 
     def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""
