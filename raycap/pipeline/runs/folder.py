@@ -181,7 +181,7 @@ class RunFolder:
             return self
         storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
         copies = cache_folder() / "workers" / storage_folder.name / self.run_id
-        token = driver_token or self.token("driver_token") or "first"  # "first": no driver has worked on the run yet
+        token = driver_token or self.token("driver_token") or "first"  # if no driver has worked on it
         if not token.isalnum():  # it becomes a folder's name
             raise UserError(f"{self.root}/log/driver_token is {printable(token)[:80]!r}, not a token; remove this file")
         folder = replace(self, path=copies / token / self.run_id)

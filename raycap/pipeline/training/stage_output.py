@@ -85,7 +85,7 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
-        self._best_steps: list[int] = []  # the best steps of the newest checkpoints
+        self._best_steps: list[int] = []  # to which the newest checkpoints refer, the newest last
 
     def check_may_write(self) -> None:
         """Raises AbandonedError if another driver has taken over the run.
