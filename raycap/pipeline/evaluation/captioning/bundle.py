@@ -344,7 +344,7 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
-    """Raises UserError if one of the files to fetch is larger than its limit, or all are larger than the free disk."""
+    """Raises UserError if one of the files to fetch is larger than its limit, or their sum than the free disk."""
     for name, entry in files.items():
         size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
         if size > limit:
