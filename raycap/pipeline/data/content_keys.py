@@ -102,7 +102,7 @@ def take_snapshot(
     keys = pc.if_else(is_same, before["key"], None).to_numpy()
 
     def write() -> None:
-        """Replaces the manifest's rows of the images that have keys."""
+        """Writes the manifest. The rows of images that have keys are new, and all others stay."""
         rows = pa.table([uris, sizes, tags, pa.array(keys, pa.string())], schema=MANIFEST)
         rows = rows.filter(pc.is_valid(rows["key"]))
         others = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))

@@ -35,9 +35,9 @@ WORDS = {
     "pl": "w na z i do jest się po dwa przed obok mężczyzna kobieta osoba dwóch",
 }
 WITHOUT_BLANKS = ("ja", "zh", "th")  # languages whose words are not divided by blanks
-MIN_SHARE = 0.1  # of all letters are Japanese syllables in a Japanese text, and none in a Chinese one
-# A language is guessed if a tenth of all words are its frequent words, if two of these are different, and if no other
-# language has nearly as many.
+MIN_SHARE = 0.1  # the least share of Japanese syllables in a Japanese text; a Chinese text has none
+# A language is guessed on three conditions: a tenth of all words are its frequent words, at least two of these words
+# are different, and it has 1.25 times as many as any other language.
 MIN_FREQUENT, MIN_WORDS, MIN_MARGIN = 0.1, 2, 1.25
 NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
 NEW_BACKBONE = """\

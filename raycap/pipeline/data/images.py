@@ -214,9 +214,9 @@ def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
 
 @contextmanager
 def _bad_images() -> Iterator[None]:
-    """Raises BadImage in place of the errors that a damaged image causes."""
+    """Raises BadImage for any error of the block, because a damaged image can raise nearly any type."""
     try:
-        with warnings.catch_warnings():  # of damaged metadata, and of large images, which `max_pixels` limits
+        with warnings.catch_warnings():  # of damaged metadata; and of large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
             yield
     except BadImage:

@@ -257,7 +257,7 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
-    """The images that these keys give, as `read_annotations`."""
+    """What `read_annotations` returns for a configuration with these keys."""
     try:
         section = DataSection(root=root.uri, **keys)
     except ValidationError as error:

@@ -275,7 +275,7 @@ def hashing_extraction(
 
 
 def _key_numbers(content_keys: Sequence[str]) -> np.ndarray:
-    """The first 64 bits of content keys: (len(content_keys),) uint64."""
+    """The first 64 bits of content keys, as numbers (len(content_keys),) uint64."""
     return np.array([int(key[:16], 16) for key in content_keys], np.uint64)
 
 
@@ -314,7 +314,10 @@ def compute(
 
 
 def _computed(source: Any, extractor: Extractor, arguments: Values, uses_tasks: bool) -> Any:
-    """The rows that `ShardWriter` returns for a Ray data set, as another one. arguments: those of `ShardWriter`."""
+    """The Ray data set of the rows that `ShardWriter` returns. source: a Ray data set of images without pixels.
+
+    arguments: those of `ShardWriter`.
+    """
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
     settings = extractor.settings

@@ -96,7 +96,7 @@ def extraction_precision(
     folder: StoragePath,
     start: Callable[[], AbstractContextManager[object]],
 ) -> str:
-    """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
+    """The precision of an extraction, float32 or bfloat16. For `auto` it is the faster one.
 
     folder: where the storage keeps the decision for each backbone and kind of device. All features in a storage thus
     have one precision, whichever machine computes them. The first extraction measures for some seconds, in a Ray task
@@ -115,7 +115,7 @@ def extraction_precision(
 
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
-    """The result of `extraction_precision`, or None for `auto` before the first extraction of the storage."""
+    """What `extraction_precision` would return; None if it would have to measure first."""
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
     return _recorded(_work(backbone, settings), folder)[0]
@@ -127,9 +127,9 @@ def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
-    """Seconds per image of a backbone with one block in each stage, whose shapes are those of the whole backbone.
+    """Seconds per image of a backbone with one block in each stage, which shows which precision is faster for all.
 
-    A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
+    A backbone with fixed depths is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
     """
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1
@@ -148,7 +148,7 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
 
 def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
-    """The configuration with the precision that its searches for captions have, where `evaluation.precision` is `auto`.
+    """The configuration, in which `evaluation.precision` is replaced if it is `auto`: by the faster precision.
 
     The storage keeps the decision for each model, backbone and kind of device. The first command measures on the Ray at
     `address`, in a task with a worker's resources, for some seconds. The measured search reads features, even if a

@@ -71,7 +71,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{content key: reason} of images without features. No value is read. Raises UserError as `_check_images`."""
+    """{content key: reason} of images without usable features. Raises UserError as `_check_images`."""
     image_ids = dataset.column("image_id")
     with open_regions(region_file(config)) as file:
         reasons = _check_images(file, image_ids, config)

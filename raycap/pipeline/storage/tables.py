@@ -48,7 +48,7 @@ def from_bytes(data: bytes, schema: pa.Schema | None, name: str = "the table") -
     """
     try:
         return pq.read_table(pa.BufferReader(data), schema=schema, page_checksum_verification=True)
-    except (MemoryError, pa.ArrowCancelled):  # the first includes Arrow's own; the file is not at fault
+    except (MemoryError, pa.ArrowCancelled):  # the file is not at fault; Arrow's error for memory is a MemoryError
         raise
     except (pa.ArrowException, OSError, TypeError) as error:  # a column of another type raises TypeError
         raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error

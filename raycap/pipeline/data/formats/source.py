@@ -143,7 +143,7 @@ def read_json(path: StoragePath) -> Any:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file has an image's ending and is not hidden."""
+    """True if a file has an image's ending and is not hidden."""
     base = name.rsplit("/", 1)[-1]
     return base.lower().endswith(IMAGE_ENDINGS) and not base.startswith(".")
 
@@ -215,7 +215,7 @@ class Source:
 
     @cached_property
     def column_names(self) -> dict[str, tuple[str, ...]]:
-        """The names under which each column of COLUMNS is looked for."""
+        """{column of COLUMNS: the names that it may have}."""
         chosen = self.columns.model_dump()
         return {column: names if chosen[column] is None else (chosen[column],) for column, names in COLUMNS.items()}
 

@@ -56,7 +56,7 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep each member
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
-                if member.size < 0 or archive.offset < member.offset_data:  # the next header would be an earlier one
+                if member.size < 0 or archive.offset < member.offset_data:  # tarfile would go back and never end
                     raise tarfile.ReadError("a negative size")
                 if not member.isreg():
                     continue
@@ -69,9 +69,9 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                 names.add(member.name)
                 yield TarMember(member.name, member.offset_data, member.size)
             file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile has taken a damaged header for the end
                 raise tarfile.ReadError(f"it is damaged at byte {archive.offset}")
-    except UserError:  # which is a ValueError
+    except UserError:  # is a ValueError, but complete
         raise
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         remedy = "unpack it to a plain tar if it is compressed; else copy or pack it again"

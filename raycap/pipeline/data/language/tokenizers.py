@@ -142,7 +142,7 @@ def normalized(caption: str) -> str:
 
 
 def has_word(text: str) -> bool:
-    """Whether a text contains a letter or a digit."""
+    """True if a text contains a letter or a digit."""
     return any(map(str.isalnum, text))
 
 
@@ -190,7 +190,7 @@ def character_parts(tokens: list[str]) -> list[str]:
 
 
 def is_without_spaces(text: str) -> bool:
-    """Whether a text has a letter of a script that is written without spaces between words."""
+    """True if a text has a letter of a script that is written without spaces between words."""
     return _patterns().finds_without_space(text) is not None
 
 

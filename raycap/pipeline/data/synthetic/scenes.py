@@ -309,6 +309,6 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
 
 
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
-    """Features of a region without noise, position and size; `shape` is None for the region of the whole picture."""
+    """The features of a region before noise, position and size are added. shape: None for the whole picture."""
     attributes = (background,) if shape is None else (shape.color, shape.shape)
     return np.array([float(name in attributes) for name in (*COLORS, *SHAPES, *BACKGROUNDS)])
