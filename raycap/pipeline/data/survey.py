@@ -330,8 +330,8 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[
     divided["split_fractions"] = fractions
     if not set(fractions) <= set(_rows(root, keys | divided)[0].split_sizes()):
         raise UserError(
-            f"{shown(root)}: none of the {len(dataset)} images is for validation, which training needs: they are too "
-            "few to divide, or the annotations put all into the split train; add images, or list the file names of "
-            "some in val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
+            f"{shown(root)}: the {len(dataset)} images cannot be divided into {', '.join(fractions)}: they are too few "
+            "to divide, or the annotations put all into the split train; add images, or list the file names of some in "
+            "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
         )
     return divided
