@@ -245,7 +245,8 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
         raise UserError(problems[0])
     captioned = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
     if without := [uri for uri, captions in captioned if not any(map(str.strip, captions))]:
-        problem, remedy = f"{len(without)} of {len(dataset)} images have no caption ({form})", "add theirs, or remove these images"
+        problem = f"{len(without)} of {len(dataset)} images have no caption ({form})"
+        remedy = "add theirs, or remove these images"
         if len(without) == len(dataset):
             problem, remedy = f"the {len(dataset)} images have no captions ({form})", "add some"
             if candidate.form == "table" and "captions" not in keys.get("columns", {}):

@@ -48,7 +48,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def cache_limit(folder: Path, held: int, most: int | None) -> int:
-    """The size limit of a cache that has `held` bytes now. most: the configured limit in bytes; None for the default."""
+    """The size limit of a cache that has `held` bytes now. most: the configured limit; None for the default."""
     space = max(0, free_bytes(folder) + held)
     if volume := os.environ.get(SIZE_VARIABLE):
         space = min(space, int(float(volume) * 2**30))
