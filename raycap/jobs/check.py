@@ -13,7 +13,6 @@ from raycap.jobs.named_files import check_output_file
 from raycap.jobs.options import Config, Set
 from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.data.reading import planned_data
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runtime.names import printable
@@ -35,7 +34,6 @@ def check(
     if json_file is not None:
         check_output_file("--json", json_file)
     check_storage(run_config)
-    planned_data(run_config)
     result = check_data(run_config)
     _print_statistics(result.statistics)
     findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]

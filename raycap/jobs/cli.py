@@ -213,7 +213,7 @@ def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Prints an unexpected error as Python does, without secrets and control characters."""
+    """Prints an unexpected error with its traceback, as Python does, but without secrets and control characters."""
     _print_text("".join(traceback.format_exception(kind, error, trace)))
 
 

@@ -20,7 +20,7 @@ from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import data_root, find_data, planned_data, read_annotations
+from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, read_bundle_config
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
@@ -96,7 +96,7 @@ def evaluate(
     labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
     chosen = splits or evaluated_config.data.test_splits
     if not bundles:
-        _require_run(run_config, evaluated_config, stage, chosen)
+        _require_run(run_config, stage)
     images, training = find_images(evaluated_config, chosen)
     if not bundles:
         configs = seed_configs(run_config, seeds)
@@ -360,18 +360,16 @@ def _stored_scores(place: StoragePath) -> Values | None:
     return content if is_whole else None
 
 
-def _require_run(config: RunConfig, evaluated: RunConfig, stage: str | None, splits: Sequence[str]) -> None:
-    """Raises UserError for an unknown stage or split, or if the local storage has no run of this name.
+def _require_run(config: RunConfig, stage: str | None) -> None:
+    """Raises UserError for an unknown stage, or if the local storage has no run of this name.
 
-    evaluated: the configuration with the images. The data decide which run it is, so that it may still be missing.
+    The run may still be missing, because the data decide which of these runs it is.
     """
     names = [section.name for section in config.stages]
     if stage is not None and stage not in names:
         raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
-    if (planned := planned_data(evaluated)) is not None:
-        images_by_split(planned, splits)  # before images are drawn
-        if evaluated.home("") is None and not any(config.working_path.glob(f"runs/{config.name}-*")):
-            raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
+    if config.home("") is None and not any(config.working_path.glob(f"runs/{config.name}-*")):
+        raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
 
 
 def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:

@@ -55,7 +55,7 @@ def extract(
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
         hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
         dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
-        if unreadable and not len(dataset.readable()):  # the path is probably wrong; the files are not all damaged
+        if unreadable and not len(dataset.readable()):  # not all files are damaged; the path is probably wrong
             uri, reason = next(iter(unreadable.items()))
             raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
         extracted = extract_features(run_config, dataset, weights, start, unreadable)
@@ -78,7 +78,7 @@ def extract(
 
 
 def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
-    """The images whose features `features.store` allows to store: without those that are only for training, or all."""
+    """The images whose features are stored. If `features.store` is never, those only for training are left out."""
     if config.features.store != "never":
         return dataset
     logger.info("features     of training images are computed during training, because features.store is never")
@@ -101,8 +101,8 @@ def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
     """The file with the initial weights of the configuration's backbone; for a storage on S3, a copy in `scratch`.
 
-    The storage keeps this file, because building a backbone can take longer than the rest of an extraction that finds
-    all features in the store. The file's name is a digest of everything that decides the weights.
+    The storage keeps the file, because building a backbone can take longer than all else if the features are there. The
+    file's name is a digest of everything that decides the weights.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
     identity = [asdict(config.backbone), config.seed, versions, _size_and_mtime(config)]

@@ -11,8 +11,8 @@ import typer
 from safetensors import SafetensorError
 
 from raycap.jobs.options import Set
-from raycap.models.config import BackboneConfig, ModelConfig, Values
-from raycap.pipeline.config.load import apply_override, parse_given
+from raycap.models.config import Values
+from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.variables import expand_variables
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import save_bundle
@@ -50,12 +50,11 @@ def import_checkpoint(
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
     from raycap.pipeline.evaluation.captioning import upstream
 
-    title, read_checkpoint, config_type = upstream.FORMATS[source]
-    settings = _read_settings(overrides or (), config_type)
-    backbone_overrides = [override for override in overrides or () if override.startswith("backbone.")]
+    title, read_checkpoint = upstream.FORMATS[source]
+    settings = _read_settings(overrides or ())
     print(f"Importing {checkpoint} ({title}) with the vocabulary {tokens} into {out}", flush=True)
     try:
-        request = upstream.ImportRequest(checkpoint, tokens, settings, backbone, backbone_overrides)
+        request = upstream.ImportRequest(checkpoint, tokens, settings, backbone)
         captioner, vocabulary, sizes, features = read_checkpoint(request)
         protocol = _protocol(source, captioner, objective)
     except ValueError as error:
@@ -74,21 +73,16 @@ def import_checkpoint(
     print(f"The bundle: {out}")
 
 
-def _read_settings(overrides: Sequence[str], model: type[ModelConfig]) -> dict[str, Values]:
-    """The settings of --set by section. model: the class of the system's configuration.
-
-    Only the types of the settings are checked, because the checkpoint decides whether they fit together. Raises
-    UserError that names the key.
-    """
-    section_types = {"model": model, "backbone": BackboneConfig}
-    settings: Values = {section: {} for section in section_types}
+def _read_settings(overrides: Sequence[str]) -> dict[str, Values]:
+    """The settings of --set by section, which are not checked yet. Raises UserError for other sections."""
+    settings: Values = {"model": {}, "backbone": {}}
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
-        if not dot or section not in section_types:
+        if not dot or section not in settings:
             raise UserError(f"--set {override!r} is not of the form model.key=value or backbone.key=value")
         apply_override(settings, override)
-    settings = expand_variables(settings)
-    return {name: parse_given(section_type, settings[name], name) for name, section_type in section_types.items()}
+    expanded: dict[str, Values] = expand_variables(settings)
+    return expanded
 
 
 def _protocol(source: str, captioner: Captioner, objective: Literal["cross_entropy", "scst"] | None) -> Protocol:

@@ -12,7 +12,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.first_configuration import config_text, detect_language, facts_of
+from raycap.pipeline.data.first_configuration import config_text, counts_of, detect_language
 from raycap.pipeline.data.survey import survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
@@ -48,21 +48,21 @@ def init(
         raise UserError(f"{shown(found.root.uri)} contains ${{...}}, which a configuration would replace; rename it")
     captions = [caption for row in found.dataset.table["captions"].slice(0, NUM_READ).to_pylist() for caption in row]
     language = detect_language(captions)
-    facts = facts_of(found, name, language, pretrained)
+    counts = counts_of(found, language)
     splits = Counter(found.dataset.split_sizes())
-    files = ", ".join(each["annotations"] for each in found.keys.get("sources") or [found.keys])
-    counts = sorted({len(captions) for captions in found.dataset.column("captions")})
-    per_image = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    files = [each["annotations"] for each in found.keys.get("sources") or [found.keys]]
+    places = ", ".join(found.root.uri if file == "." else file for file in files)
+    numbers = sorted({len(captions) for captions in found.dataset.column("captions")})
+    per_image = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     lines = {
-        "found": f"{found.form}: {files}",
+        "found": f"{found.form}: {places}",
         "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits.most_common()),
-        "captions": f"{facts.num_captions}, {per_image} per image, nearly all of at most {facts.words} words",
+        "captions": f"{counts.captions}, {per_image} per image, nearly all of at most {counts.words} words",
         "language": f"{language.code or 'unknown'} ({language.script.title()}), tokenizer {language.tokenizer}",
     }
     for key, text in lines.items():
         print(f"{key:<9} {printable(text)}")
-    header = printable(f"{len(found.dataset)} images with {facts.num_captions} captions ({found.form})")
-    write_bytes(path, config_text(facts, header).encode())
+    write_bytes(path, config_text(found, name, language, counts, is_pretrained=pretrained).encode())
     load_config(path)  # what is written is valid
     print(f"wrote     {path}")
     print(f"next      raycap check {path}\n          raycap run {path}")

@@ -58,7 +58,7 @@ from raycap.pipeline.tracking.run_tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKPOINTS = 2  # of a stage, which are on the disk at the same time
+NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the same time
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
@@ -200,7 +200,8 @@ class RunDriver:
         self._check_disk()
         if shutil.which("java") is None:
             logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        if self.config.workers.dry_run and self._pending and not any(self.folder.path.glob("stages/*/step-*")):
+        has_trained = not self._pending or any(self.folder.path.glob("stages/*/step-*"))
+        if self.config.workers.dry_run and not has_trained:
             self._dry_run()
         self.folder.write_config()  # before any worker starts
         for group in stage_groups(self.config.stages):
@@ -287,11 +288,10 @@ class RunDriver:
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         for number, stage in enumerate(config.stages, 1):
             features = "end to end" if stage.train_backbone else "frozen features"
-            steps, samples = (
-                total_steps(stage, folder.num_samples(stage)),
-                "pairs" if stage.samples_are_pairs else "images",
-            )
-            work = "done" if folder.result(stage.name) else f"{steps} steps of {stage.batch_size} {samples}"
+            samples = "pairs" if stage.samples_are_pairs else "images"
+            work = f"{total_steps(stage, folder.num_samples(stage))} steps of {stage.batch_size} {samples}"
+            if folder.result(stage.name):
+                work = "done"
             logger.info(f"stage {number}   {stage.name}: {stage.objective}, {features}, {work}")
         if metadata.unreadable:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")

@@ -41,7 +41,7 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, 
 
 OLD_DAYS = 30
 LEAST_DAYS = 1.0  # Newer folders are kept, because a process on another machine may be using them.
-MAX_RECORD_BYTES = 2**26  # of a JSON or YAML file; run.json lists unreadable images
+MAX_RECORD_BYTES = 2**26  # of a JSON or YAML file. run.json can be large, because it lists unreadable images.
 NUM_READS = 8  # folders that are read at a time
 # A run on S3 has no lock. If it has changed within this time, it counts as in progress. Training changes it every few
 # seconds, but an extraction writes to another folder and may take longer.
@@ -56,7 +56,7 @@ KNOWN = {
     "predictions", "scores.json", "report.html", "COMPLETE.json", ".lock",
 }  # fmt: skip
 # The files that are removed first, in this order. Without them, readers see that the folder is not complete.
-MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"index\.parquet", r"manifest/.*", "COMPLETE")
+MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"manifest/.*", "COMPLETE")
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
 
 
@@ -121,10 +121,8 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
         return
     lines = [[title, *entries[0].facts, "state", "changed", "size"]]
     for entry in entries:
-        facts = ["-" if fact is None else f"{fact:.4f}" if isinstance(fact, float) else str(fact)
-                 for fact in entry.facts.values()]  # fmt: skip
         changed = datetime.fromtimestamp(entry.newest, UTC).strftime("%Y-%m-%d")
-        lines.append([entry.name, *facts, entry.state, changed, _size(entry.bytes)])
+        lines.append([entry.name, *map(_cell, entry.facts.values()), entry.state, changed, _size(entry.bytes)])
     widths = [max(len(printable(cell)) for cell in cells) for cells in zip(*lines, strict=True)]
     for cells, detail in zip(lines, ["", *(entry.detail for entry in entries)], strict=True):
         text = "  ".join(printable(cell).ljust(width) for cell, width in zip(cells, widths, strict=True))
@@ -156,6 +154,13 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_t
 def _print(line: str) -> None:
     """Prints a line. Control characters in names from the storage are escaped."""
     print(printable(line))
+
+
+def _cell(fact: object) -> str:
+    """A fact as a cell of a table. Numbers with a fraction are scores."""
+    if fact is None:
+        return "-"
+    return f"{fact:.4f}" if isinstance(fact, float) else str(fact)
 
 
 def _size(count: int) -> str:
@@ -213,9 +218,8 @@ def _listed(storage: StoragePath, room: str, depth: int = 1) -> list[Content]:
     found: dict[str, Content] = {}
     for file, entry in (storage / room).walk():
         names = file.split("/")
-        if (
-            len(names) > depth and all(names[:depth]) and names[depth:] != [".lock"]
-        ):  # a lock says nothing about changes
+        is_lock = names[depth:] == [".lock"]  # it says nothing about changes
+        if len(names) > depth and all(names[:depth]) and not is_lock:
             name = "/".join(names[:depth])
             found.setdefault(name, Content(room, name)).files["/".join(names[depth:])] = entry
     return [found[name] for name in sorted(found)]
@@ -228,6 +232,8 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
     """
 
     def read(room: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
+        """The visible folders of a room, after `reader` has set their states."""
+
         def with_state(entry: Content) -> Content:
             try:
                 reader(storage, entry)
@@ -359,20 +365,26 @@ def plan_removals(
     found: of `read_contents`. older_than_days: the age at which a run that was not trained to the end can be removed.
     """
     owners = [*found["searches"], *found["retrain"]]
-    needed = set[str]().union(*(owner.needs for owner in owners))  # runs
+    needed = set[str]().union(*(owner.needs for owner in owners))  # the names of runs
     removals, kept = list(_leftovers(storage)), list[str]()
-    for what, plan, needed_by in (
-        ("features", lambda: _features(storage, found), [*owners, *found["runs"]]),
-        ("unfinished runs", lambda: _old_runs(found["runs"], needed, max(older_than_days, LEAST_DAYS)), owners),
-    ):
-        try:
-            for entry in needed_by:
-                if entry.state in ("in progress", "damaged"):
-                    raise UserError(f"{entry.path} is {entry.state} and may need them")
-            removals += plan()
-        except FAILURES as error:
-            kept.append(f"{what} are kept: {one_line(error)}")
+    try:
+        _require_idle([*owners, *found["runs"]])
+        removals += _features(storage, found)
+    except FAILURES as error:
+        kept.append(f"features are kept: {one_line(error)}")
+    try:
+        _require_idle(owners)
+        removals += _old_runs(found["runs"], needed, max(older_than_days, LEAST_DAYS))
+    except UserError as error:
+        kept.append(f"unfinished runs are kept: {one_line(error)}")
     return removals, kept
+
+
+def _require_idle(entries: Sequence[Content]) -> None:
+    """Raises UserError if one of the folders is in progress or damaged. It is then not known what it needs."""
+    for entry in entries:
+        if entry.state in ("in progress", "damaged"):
+            raise UserError(f"{entry.path} is {entry.state} and may need them")
 
 
 def _leftovers(storage: StoragePath) -> Iterator[Removal]:
@@ -417,15 +429,17 @@ def remove(storage: StoragePath, removal: Removal) -> bool:
         if time.time() - newest < 86400 * LEAST_DAYS:
             return False
     if storage.is_remote:
-        for pattern in (*MARKERS, ".*"):
+        for pattern in (*MARKERS, ".*"):  # at last all other files
             for name, _ in place.walk():
                 if re.fullmatch(pattern, name):
                     (place / name).delete()
         return True
     hidden = place.path
     with ExitStack() as stack:
-        if is_run and not (hidden.is_dir() and stack.enter_context(try_lock(hidden))):
-            return False
+        if is_run:
+            has_lock = hidden.is_dir() and stack.enter_context(try_lock(hidden))
+            if not has_lock:
+                return False
         if removal.kind != "leftover":
             hidden = hidden.with_name(f".{hidden.name}.{uuid.uuid4().hex[:12]}.tmp")
             try:

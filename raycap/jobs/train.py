@@ -92,7 +92,7 @@ def _attempt(job: StageJob) -> None:
 
     def request_stop() -> None:
         logger.info(f"stopping  a checkpoint is saved first (within {SAVE_LIMIT_S} s); a second signal skips it")
-        with suppress(OSError):  # without the request, the last checkpoint remains
+        with suppress(OSError):  # if the request cannot be written, the last checkpoint remains
             (job.folder.root / "log" / STOP).write_bytes(job.driver_token.encode())
 
     try:
@@ -167,7 +167,7 @@ def _run_worker(settings: Values) -> None:
     """The function that Ray Train runs on every worker."""
     job: StageJob = settings["job"]
     if failure_file(job).exists():
-        return  # After a failure that would repeat, workers that Ray Train starts again end here.
+        return  # Another attempt would fail in the same way. If Ray Train starts workers again, they end here.
     reason = ""
     try:
         train_stages(RayContext(lambda: job.folder.token(STOP) == job.driver_token), job)

@@ -317,7 +317,7 @@ class PassState:
     layout: Layout
     attention_mask: Tensor | None  # for (B, 1, N, N), True where a query may attend
     window: Tensor | None  # the fixed C (1, N, N) of all layers; None if each layer computes its C
-    stacked: State = ()  # of the layer before
+    stacked: State = ()  # what the layer before has passed on
     matrices: list[Tensor | None] = field(default_factory=list)  # C (B or 1, N, N) of each layer so far, None without C
 
     def all_matrices(self, x: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ class ClusterCache(TreeCache):
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     window: int | None = None  # the size of a fixed window that replaces C
-    state: State = ()  # of the layer before, in the current step
+    state: State = ()  # what the layer before has passed on, in the current step
     window_row: Tensor | None = None  # row (R, t) of a fixed C for the current step
 
     def advance(self) -> None:

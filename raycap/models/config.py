@@ -254,8 +254,9 @@ class ClustFormerConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):
-            chosen = getattr(self, f"clustered_{side}_layers")
-            if chosen is not None and (len(set(chosen)) != len(chosen) or not set(chosen) <= set(range(1, layers + 1))):
+            chosen = getattr(self, f"clustered_{side}_layers") or ()
+            repeats, exist = len(set(chosen)) < len(chosen), set(chosen) <= set(range(1, layers + 1))
+            if repeats or not exist:
                 raise ValueError(
                     f"model.clustered_{side}_layers = {list(chosen)} must be different numbers from 1 to {layers}"
                 )
@@ -358,11 +359,12 @@ class BackboneConfig:
             )
         if self.is_swin and self.image_size % 4:
             raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
-        num_heads = len(self.num_heads or (1,) * 4)  # the named models have four stages
-        if self.is_swin and len(self.depths or ()) > num_heads:
+        num_stages = len(self.depths or ())
+        num_heads = len(self.num_heads) if self.num_heads else 4  # the named models have four stages
+        if self.is_swin and num_stages > num_heads:
             raise ValueError(
-                f"backbone.depths asks for {len(self.depths or ())} stages, and backbone.num_heads has {num_heads} "
-                "numbers; give one for each stage"
+                f"backbone.depths asks for {num_stages} stages, and backbone.num_heads has {num_heads} numbers; give "
+                "one for each stage"
             )
 
     @property

@@ -102,7 +102,7 @@ class Dropout(nn.Module):
             return dropout(x, self.p)
         return self._with_shared_mask(x, shared)
 
-    @torch.compiler.disable  # the masks count the calls
+    @torch.compiler.disable  # because the masks count these calls
     def _with_shared_mask(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None) -> Tensor:
         assert self.masks is not None
         if shared is None:

@@ -39,7 +39,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, dropout: float, activation: str = "relu") -> None:
         super().__init__()
-        # ReLU in place: no gradient needs what it overwrites
+        # ReLU may overwrite its input, because no gradient needs it
         self.activation = {"relu": F.relu_, "gelu": F.gelu}[activation]
         self.inner = nn.Linear(d_model, d_ff)
         self.outer = nn.Linear(d_ff, d_model)
@@ -157,7 +157,7 @@ class CrossAttention(nn.Module):
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """The output (B*K, T, D) for x (B*K, T, D) over keys and values of B images; bias is (B, 1, 1, N) or None."""
+        """The output (B*K, T, D) for x (B*K, T, D) and keys and values of B images; bias is (B, 1, 1, N) or None."""
         # the queries of an image's K captions are one longer sequence, so that the keys are read only once
         rows, length, width = x.shape
         query = split_heads(self.query(x).view(key.shape[0], -1, width), self.num_heads)

@@ -104,7 +104,6 @@ class FakeStorage:
         for shard in ("a", "b"):
             self.write(f"features/{name}/shards/{shard}.npy", b"f" * 500)
             self.write(f"features/{name}/manifest/{shard}.parquet", b"m")
-        self.write(f"features/{name}/index.parquet", b"i")
         self.write(f"features/{name}/COMPLETE", {"rows": 7, **source})
 
     def names(self) -> set[str]:

@@ -19,7 +19,6 @@ from torch import Tensor
 from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
 from raycap.models.convert.tensor_files import name_problems
 
-PUBLISHED_GROUPS = (32, 64, 128, 256, 512)
 PUBLISHED_HEADS = 8
 PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
@@ -162,29 +161,6 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
         vocabulary_size=shape("vocab_linear.weight")[0],
         max_positions=shape("pos_encoder.weight")[0],
     )
-
-
-def complete_config(inferred: Inferred, given: Values) -> ExpansionNetConfig:
-    """The model's configuration from the checkpoint's shapes and the user's settings.
-
-    If the settings have no groups, they are the published ones. Raises ValueError as `complete_settings`, and for
-    groups whose sum is not the number of vectors in the checkpoint.
-    """
-    total, groups = inferred.total_expansion, given.get("static_expansion")
-    if groups is None:
-        if total != sum(PUBLISHED_GROUPS):
-            raise ValueError(
-                f"model.static_expansion is missing: the checkpoint holds {total} expansion vectors "
-                f"but not their groups (the published {list(PUBLISHED_GROUPS)} sum to {sum(PUBLISHED_GROUPS)}); give "
-                f"--set model.static_expansion=[...] with groups that sum to {total}"
-            )
-        groups = PUBLISHED_GROUPS
-    if sum(groups) != total:
-        raise ValueError(
-            f"model.static_expansion = {list(groups)} sums to {sum(groups)}, "
-            f"the checkpoint holds {total} expansion vectors"
-        )
-    return ExpansionNetConfig(**(complete_settings(inferred, given) | {"static_expansion": tuple(groups)}))
 
 
 def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values:

@@ -456,7 +456,10 @@ class Beams:
         return parent
 
     def continuations(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The K best continuations of each image's beams, from log_probs (B*K, V): parents, words, log-probs, sums."""
+        """The K best continuations of each image's beams, from log_probs (B*K, V).
+
+        Returns their parents, words, log-probabilities and sums, each (B, K).
+        """
         num_beams = self.ended.shape[1]
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))

@@ -134,12 +134,14 @@ class Backbone(nn.Module):
             return isinstance(module, nn.Sequential | nn.ModuleList)
 
         def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
+            """Yields the blocks in a module. inside: the module is a list of blocks or of stages."""
             for name, child in module.named_children():
-                is_stage = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
-                if inside and not is_list(child) and not is_stage:
+                has_blocks = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
+                if inside and not is_list(child) and not has_blocks:
                     yield child
                 else:
-                    yield from walk(child, is_list(child) and (inside or _BLOCKS.fullmatch(name) is not None))
+                    is_named = _BLOCKS.fullmatch(name) is not None
+                    yield from walk(child, is_list(child) and (inside or is_named))
 
         return list(walk(self.network, inside=False))
 
@@ -219,7 +221,9 @@ def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
     arguments = _SIZES.get(_family(config), {})
     if "depths" not in arguments:
         return thin
-    num_stages = len(config.depths or (1,) * (1 if arguments is _PLAIN else NUM_STAGES))
+    num_stages = 1 if arguments is _PLAIN else NUM_STAGES
+    if config.depths is not None:
+        num_stages = len(config.depths)
     return replace(thin, depths=(1,) * num_stages)
 
 
@@ -436,13 +440,12 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
         network = _create(config, pretrained=False)
     try:
         state = _converted(tensors, network)
-    except Exception as error:  # timm's functions expect checkpoints that fit
+    except Exception as error:  # for a checkpoint that does not fit, timm's functions raise errors of any kind
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
-    heads = (network.pretrained_cfg or {}).get("classifier") or ()
-    ignored = (*((heads,) if isinstance(heads, str) else heads), *backbone.layout.unused)
-    kept = {
-        name: tensor for name, tensor in state.items() if not name.startswith(tuple(f"{each}." for each in ignored))
-    }
+    classifiers = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
+    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    ignored = tuple(f"{name}." for name in (*classifiers, *backbone.layout.unused))
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(ignored)}
     load_strictly(backbone.network, kept, what)
 
 

@@ -1,9 +1,8 @@
 """The image transform that belongs to the backbone, and random changes of training images.
 
-Resizing is for CPU tasks, normalizing for the device.
-
-A driver chooses it once (`encoders.backbone.image_transform`) and sends it to the tasks that decode images. torch is
-imported only where tensors are made, so that such a task starts in a fraction of a second.
+The driver chooses the transform (`encoders.backbone.image_transform`) and sends it to the CPU tasks that decode images.
+These resize images; the device that computes features normalizes them. torch is imported only where tensors are made,
+so that a task starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
-MAX_ENLARGEMENT = 2.0  # of the scaled side over the cropped one; timm's models have at most 1 / 0.875
-# An image is scaled as a whole and then cropped. Of one whose sides differ more than this, a stripe in the middle is
-# scaled: the whole could take gigabytes.
+MAX_ENLARGEMENT = 2.0  # the largest ratio of the scaled side to the cropped side; timm's models have at most 1 / 0.875
+# An image is scaled as a whole and then cropped. If its sides differ by a larger factor, only its middle is scaled,
+# because the whole could take gigabytes.
 MAX_ASPECT_RATIO = 16
-MAX_RATIO = 4 / 3  # of a crop's width to its height, both as shares of the image; its inverse is the smallest
+# The largest ratio of a crop's width to its height, both as shares of the image's sides. The smallest is the inverse.
+MAX_RATIO = 4 / 3
 COLOR_CHANGES = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 
 @lru_cache
 def _statistics(device: torch.device, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """The mean and standard deviation (3,) as tensors. The cache avoids a copy per batch, which waits for a GPU."""
+    """The mean and standard deviation (3,) as tensors. They are cached, because a copy to a GPU waits for it."""
     import torch
 
     return torch.tensor(mean, device=device), torch.tensor(std, device=device)
@@ -44,14 +44,15 @@ def _statistics(device: torch.device, mean: tuple[float, ...], std: tuple[float,
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """A PIL RGB image to a normalized float32 tensor (3, H, W); H and W are `image_size`.
+    """Makes a normalized float32 tensor (3, H, W) of a PIL RGB image. H and W are `image_size`.
 
     The image is resized with antialiasing, cropped to the square in its middle, scaled to [0, 1], and normalized with
     the mean and standard deviation of each channel. The defaults are the transform of ExpansionNet v2's reference: the
-    whole image, bilinear, without its aspect ratio, and ImageNet's statistics.
+    whole image becomes a square, bilinearly, and the statistics are ImageNet's.
 
-    resize_to: the side in pixels before the crop; None for `image_size`, without a crop. keep_aspect: resize the
-    shorter side to it and keep the aspect ratio, else both sides. Raises ValueError for other values.
+    resize_to: the side in pixels before the crop; by default `image_size`, so that nothing is cropped. keep_aspect: the
+    shorter side becomes `resize_to`, and the aspect ratio is kept; otherwise both sides become `resize_to`. Raises
+    ValueError for other values.
     """
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
@@ -86,7 +87,7 @@ class ImageTransform:
         return self.normalize(torch.from_numpy(self.resize(image)[None].copy())).contiguous()[0]
 
     def resize(self, image: Image.Image) -> np.ndarray:
-        """Pixels (H, W, 3) uint8 of the square: the part for a CPU task, whose result is small to send."""
+        """Pixels (H, W, 3) uint8 of the square. A CPU task does this part, because its result is small to send."""
         width = height = side = self.scaled_side
         if self.keep_aspect:
             image = _without_far_ends(image)
@@ -108,7 +109,7 @@ class ImageTransform:
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:
-    """The middle of an image whose longer side is more than MAX_ASPECT_RATIO times the shorter; others unchanged."""
+    """The middle of an image whose longer side is more than MAX_ASPECT_RATIO times the shorter. Others as they are."""
     longest = MAX_ASPECT_RATIO * min(image.size)
     if max(image.size) <= longest:
         return image
@@ -121,11 +122,11 @@ def augmented(
 ) -> np.ndarray:
     """Pixels (H, W, 3) uint8 of an RGB image that is cropped, resized by `resize`, changed in color and maybe mirrored.
 
-    The seed decides all of it. The crop has a share of the area between `min_area` and 1. The ratio of its sides,
-    relative to those of the image, is log-uniform between 3/4 and 4/3 as far as the crop fits, and its place is
-    uniform. Brightness, contrast and saturation are multiplied by factors between 1 - `color` and 1 + `color`.
+    The seed decides all of it. The crop has a share of the area between `min_area` and 1, and its place is uniform. The
+    ratio of its sides, relative to that of the image, is log-uniform between 3/4 and 4/3, if such a crop fits.
+    Brightness, contrast and saturation are multiplied by factors between 1 - `color` and 1 + `color`.
     """
-    # all numbers are drawn in every case, so that one setting does not change the effect of another one
+    # all numbers are always drawn, so that one setting does not change the effect of another one
     area, ratio, left, top, *factors, side = np.random.default_rng(seed).random(8)
     area = 1 - area * (1 - augmentation.min_area)
     ratio = min(MAX_RATIO, 1 / area) ** (2 * ratio - 1)

@@ -12,10 +12,10 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from raycap.models.config import MODEL_CONFIGS, Values
 from raycap.pipeline.config.run import RunConfig
@@ -163,15 +163,16 @@ def merge(base: Values, changes: Values) -> Values:
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
+        merged[key] = value
         if isinstance(before, dict) and isinstance(value, dict):
-            is_other_kind = "name" in before and before["name"] != value.get("name", before["name"])
-            merged[key] = value if is_other_kind else merge(before, value)
+            has_other_name = "name" in before and value.get("name", before["name"]) != before["name"]
+            if not has_other_name:
+                merged[key] = merge(before, value)
         elif isinstance(before, list) and _has_names(before) and _has_names(value):
             items = {item["name"]: item for item in before}
-            merged_items = {item["name"]: merge(items.get(item["name"], {}), item) for item in value}
-            merged[key] = list((items | merged_items).values())
-        else:
-            merged[key] = value
+            for item in value:
+                items[item["name"]] = merge(items.get(item["name"], {}), item)
+            merged[key] = list(items.values())
     return merged
 
 
@@ -198,7 +199,10 @@ def apply_override(values: Values, override: str) -> None:
 
 
 def set_value(data: Values, key: str, value: object, source: str) -> None:
-    """Sets a dotted key of plain values, with stages by name or number. A UserError begins with `source`."""
+    """Sets a dotted key of plain values, with stages by name or number. Missing mappings on the way are made.
+
+    A UserError begins with `source`.
+    """
     if key == "storage" and isinstance(value, str):
         key = "storage.uri"  # the server and the other keys of the storage remain
     parts = key.split(".")
@@ -248,18 +252,6 @@ def parse_section(section_type: type[SectionType], data: object, key: str = "") 
         return TypeAdapter(section_type).validate_python(data)
     except ValidationError as error:
         raise UserError(_sentence(error, data, section_type, key)) from error
-
-
-def parse_given(section_type: type, data: Values, key: str) -> Values:
-    """Checks values for some of the fields of a dataclass, and returns them in the types of the fields.
-
-    Raises UserError for a wrong key or type. Values may be missing or contradict each other. key: the section's key in
-    its file.
-    """
-    hints = get_type_hints(section_type, include_extras=True)  # with the limits of numbers
-    options: Values = {field.name: (hints[field.name], None) for field in fields(section_type)}
-    partial = create_model(section_type.__name__, __config__=ConfigDict(extra="forbid"), **options)
-    return parse_section(partial, data, key).model_dump(exclude_unset=True)
 
 
 def dump_config(config: RunConfig) -> str:

@@ -342,7 +342,8 @@ class FeatureSection(Section):
     @property
     def most_actors(self) -> int | None:
         """The largest number of processes. None for as many as the cluster has room for."""
-        return None if self.num_actors is None and self.gpus_per_actor else self.least_actors
+        grows = self.num_actors is None and self.gpus_per_actor > 0
+        return None if grows else self.least_actors
 
     @property
     def cache_bytes(self) -> int | None:

@@ -31,10 +31,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """Raw captions by image id, in the file's order of images. split: the only split to read; None for all.
+    """Raw captions by image id, in the file's order. Images without a caption are left out. Raises UserError.
 
-    COCO annotations have no splits. In Karpathy's layout an image's id is its cocoid, or its imgid in a file without
-    cocoids. Images without a caption are left out. Raises UserError.
+    split: the only one to read from a Karpathy file; None for all. There, an image's id is its cocoid; if an image of
+    the file has none, it is the imgid. COCO annotations have no splits.
     """
     data = read_json(path)
     content = data if isinstance(data, dict) else {}
@@ -55,9 +55,9 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
 
 
 def read_file_names(path: Path) -> dict[ImageId, str]:
-    """The file of each image by id, relative to a folder of images, from COCO annotations or a Karpathy file.
+    """{image id: file name} from COCO annotations or a Karpathy file. Images without a file name are left out.
 
-    Images without a file's name are left out. Raises UserError for a name that leads out of the folder.
+    Names are relative to a folder of images. Raises UserError for a name that leads out of it.
     """
     data = read_json(path)
     images = data.get("images") if isinstance(data, dict) else None
@@ -155,9 +155,9 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
 
 
 def _value(row: object, key: str, *types: type, location: str) -> Any:
-    """row[key], which must have one of the types (str, or int and str). location: where the row is, for messages.
+    """row[key], which must have one of the types (str, or int and str). location: the place of the row in messages.
 
-    Raises UserError for a value of another type, a missing key, and a row that is not an object.
+    Raises UserError for a value of another type, a missing key, or a row that is not an object.
     """
     value = row.get(key) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints

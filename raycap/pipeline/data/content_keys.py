@@ -1,21 +1,21 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
-The files are read by threads of this process, or by an extraction, whose tasks hash the bytes that they read anyway.
-
-The manifest, a Parquet file, holds the URI, size, tag and content key of each image; the tag is the modification time,
-or the ETag on S3. A file with the same size and tag as in the manifest counts as unchanged. Images in an archive or
-table have the size and tag of this file. The manifest is also written while images are read, so that a kill or an
-outage loses little of this work.
+Threads of this process read the files, or the tasks of an extraction, which read them anyway. The manifest, a Parquet
+file, has the size, tag and content key of each image. The tag is the modification time, or the ETag on S3. A file with
+the size and tag of the manifest counts as unchanged. An image in an archive or table has the size and tag of this file.
+The manifest is also written while images are read, so that a kill or an outage loses little work.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +24,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import PARTS, UNREADABLE, ImageLocation, forget_row_groups, hash_batch, reason_of
+from raycap.pipeline.data.images import (
+    PARTS,
+    UNREADABLE,
+    ImageLocation,
+    forget_row_groups,
+    is_remote_image,
+    read_image_file,
+    reason_of,
+)
 from raycap.pipeline.runtime.log import progress
+from raycap.pipeline.storage.cache import image_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.tables import read_cache, write_table
@@ -33,19 +42,18 @@ from raycap.pipeline.storage.tables import read_cache, write_table
 _FILES_PER_TASK = 64  # files whose sizes a thread looks up in one task
 _NUM_THREADS = 8
 _URIS_PER_SLICE = 1000  # files that are hashed between two looks at the clock
-# The manifest is written once a minute, and so seldom that this takes a twentieth of the time.
-_WRITE_EVERY_S, _WRITE_SHARE = 60.0, 1 / 20
-# One image may be in a bucket of a billion objects.
-_LISTED_OBJECTS = 1000
+_WRITE_EVERY_S = 60.0  # the least time between two writes of the manifest
+_WRITE_SHARE = 1 / 20  # the largest share of the time that these writes may take
+_LISTED_OBJECTS = 1000  # of a folder, and 10 more for each image, because it may have a billion other objects
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
 MANIFEST = ENTRIES.append(pa.field("key", pa.string()))
 
 
 class HashedFiles(NamedTuple):
-    """Some files that were read. numbers: (R,) int64, their places in the argument of `HashFiles`, in any order.
+    """Files that were read. numbers: (R,) int64, their positions in the argument of `HashFiles`, in any order.
 
-    keys: their sha256, None for a file that cannot be read. reasons: why, as {URI: reason}.
+    keys: their sha256; None for a file that cannot be read. reasons: {URI: why it cannot be read}.
     """
 
     numbers: np.ndarray
@@ -54,14 +62,14 @@ class HashedFiles(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: dict[str, np.ndarray]) -> HashedFiles:
-        """The files of a Ray batch with the columns number, uri, key, which is "" without one, and reason."""
+        """The files of a batch with the columns number, uri, key and reason. A file without a key has the key ""."""
         is_bad = batch["key"] == ""
         bad = zip(batch["uri"][is_bad], batch["reason"][is_bad], strict=True)
         reasons = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in bad}
         return cls(batch["number"], [str(key) or None for key in batch["key"]], reasons)
 
 
-# Reads and hashes the files at URIs, each once. Raises StorageError when the storage is out of order.
+# Reads and hashes the files at URIs, each once. Raises StorageError for an outage.
 HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 
@@ -74,10 +82,9 @@ def take_snapshot(
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
-    manifest: the path of a table of MANIFEST, used when it exists and brought up to date when a file is new or has
-    changed. hash_files: what reads new and changed files; None for threads of this process. listing: files that the
-    caller has listed, with the columns of ENTRIES. Folders on S3 are listed only for images that are not among them.
-    Raises StorageError when the storage is out of order.
+    manifest: the path of a table of MANIFEST, which is written if a file is new or has changed. hash_files: reads new
+    and changed files; None for threads of this process. listing: files that the caller has listed already, with the
+    columns of ENTRIES; they are not looked up again. Raises StorageError for an outage.
     """
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
@@ -95,7 +102,7 @@ def take_snapshot(
     keys = pc.if_else(is_same, before["key"], None).to_numpy()
 
     def write() -> None:
-        """Replaces the manifest's rows of the images that have keys."""
+        """Writes the manifest. The rows of images that have keys are new, and all others stay."""
         rows = pa.table([uris, sizes, tags, pa.array(keys, pa.string())], schema=MANIFEST)
         rows = rows.filter(pc.is_valid(rows["key"]))
         others = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
@@ -130,7 +137,7 @@ def _find_entries(
     entries = {row["uri"]: Entry(row["size"], row["tag"]) for row in listed}
     found, unfinished = _list_objects(objects - entries.keys(), options)
     entries |= found
-    reasons = dict.fromkeys(objects - entries.keys(), "no such object")
+    reasons = {uri: "no such object" for uri in objects - entries.keys() if not uri.startswith(unfinished)}
 
     def ask(file: str) -> Entry | str:
         """The entry of a file or object, or why there is none."""
@@ -142,30 +149,29 @@ def _find_entries(
         except StorageError:
             raise
         except OSError as error:
-            return reason_of(error)
+            return "no such object" if is_remote(file) else reason_of(error)
 
-    asked = [file for file in files if file not in objects or (file in reasons and file.startswith(unfinished))]
+    asked = [file for file in files if file not in entries and file not in reasons]
     slices = [asked[start : start + _FILES_PER_TASK] for start in range(0, len(asked), _FILES_PER_TASK)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # threads, because requests and network file systems mostly wait
         answers = pool.map(lambda part: list(map(ask, part)), slices)
         for file, answer in zip(asked, itertools.chain.from_iterable(answers), strict=True):
             if isinstance(answer, Entry):
                 entries[file] = answer
-                reasons.pop(file, None)
-            elif file not in objects:
+            else:
                 reasons[file] = answer
     return entries, reasons
 
 
 def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    """The sizes and tags of objects from one listing per folder, and the folders whose listings ended too early.
+    """The sizes and tags of objects, and the folders of those that must be looked up one by one.
 
-    The listing of a folder with n images ends after _LISTED_OBJECTS + 10 n objects.
+    Each folder is listed once, with those below it. A listing ends early in a folder with many other objects.
     """
     images_in = Counter[str]()
     folder = ""
     for own_folder, count in sorted(Counter(uri.rsplit("/", 1)[0] for uri in uris).items()):
-        if not folder or not own_folder.startswith(f"{folder}/"):  # a listing includes the folders below
+        if not folder or not own_folder.startswith(f"{folder}/"):
             folder = own_folder
         images_in[folder] += count
     found, unfinished = dict[str, Entry](), list[str]()
@@ -181,8 +187,29 @@ def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[
 def hash_with_threads(
     uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files with threads of this process (`HashFiles`). cache_bytes: see `hash_batch`."""
+    """Reads and hashes files (`HashFiles`) with threads of this process. Images on S3 are cached on this machine.
+
+    cache_bytes: the cache's size (`features.cache_gib`); None for the default.
+    """
+
+    def read(uri: str) -> tuple[str | None, str]:
+        """A file's sha256, or None and the reason why it cannot be read."""
+        try:
+            data = read_image_file(StoragePath(uri, options))
+        except StorageError:
+            raise
+        except OSError as error:
+            return None, reason_of(error)
+        key = hashlib.sha256(data).hexdigest()
+        if cache is not None and is_remote_image(uri):
+            with suppress(OSError):  # a disk that cannot be written; the image is read again
+                cache.add(key, data)
+        return key, ""
+
     for start in range(0, len(uris), _URIS_PER_SLICE):
-        part = uris.slice(start, _URIS_PER_SLICE).to_numpy(zero_copy_only=False)
-        batch = {"uri": part, "number": np.arange(start, start + len(part))}
-        yield HashedFiles.of_batch(hash_batch(batch, options, cache_bytes, _NUM_THREADS))
+        part = uris.slice(start, _URIS_PER_SLICE).to_pylist()
+        cache = image_cache(cache_bytes) if any(map(is_remote_image, part)) else None
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            found = list(pool.map(read, part))
+        reasons = {uri: reason for uri, (key, reason) in zip(part, found, strict=True) if key is None}
+        yield HashedFiles(np.arange(start, start + len(part)), [key for key, _ in found], reasons)

@@ -28,17 +28,14 @@ SCHEMA = pa.schema(
     ]
 )
 
-# a further column with `data.tokenizer: tokens`: those of each caption in the annotation file, joined with spaces
+# A further column with `data.tokenizer: tokens`: of each caption, the annotation file's tokens joined with spaces.
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
-CHUNK_ROWS = 4096  # rows that are Python objects at a time; also those of a chunk of the Arrow file
+CHUNK_ROWS = 4096  # rows that become Python objects at a time, and rows of a chunk of the Arrow file
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions, one row of `table` per image; its columns are those of SCHEMA, and maybe TOKENS.
-
-    `load` memory-maps a table.
-    """
+    """Images with their captions. table: one row per image, with the columns of SCHEMA, and maybe TOKENS."""
 
     table: pa.Table
 
@@ -71,7 +68,7 @@ class Dataset:
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
 
     def keyed_by_id(self) -> Dataset:
-        """The data set with `id-<image id>` as content keys, for images whose files are not available."""
+        """The data set with `id-<image id>` as content keys, because region features need no image files."""
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
@@ -80,7 +77,7 @@ class Dataset:
         return self.table[name].to_pylist()
 
     def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
-        """Raw captions by image id; with a tokenizer of `TOKENIZERS`, the texts that it splits."""
+        """{image id: captions}. tokenizer: of `TOKENIZERS`, for the texts that it splits; None for raw captions."""
         return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
     def uris(self) -> dict[int, str]:
@@ -92,9 +89,9 @@ class Dataset:
         return {each["values"]: each["counts"] for each in self.table["split"].value_counts().to_pylist()}
 
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
-        """The data set without captions in which the tokenizer finds no word.
+        """The data set without captions that have no word for the tokenizer.
 
-        Raises UserError for an image whose captions all have no word.
+        Raises UserError for an image that would have no caption left.
         """
         names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
         parts: list[list[pa.Array]] = [[] for _ in names]

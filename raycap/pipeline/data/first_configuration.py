@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.survey import Survey
+from raycap.pipeline.runtime.names import printable
 
-# Scripts, by the first word of their characters' names in Unicode, that one language uses, or one most of all.
+# The language of each script, by the first word of its characters' names in Unicode. If several languages use a script,
+# it is the one with most readers.
 SCRIPT_LANGUAGES = {
     "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "CJK": "zh", "THAI": "th", "CYRILLIC": "ru", "ARABIC": "ar",
     "DEVANAGARI": "hi", "BENGALI": "bn", "GREEK": "el", "HEBREW": "he", "TAMIL": "ta",
 }  # fmt: skip
-# Frequent words of captions in languages with Latin letters, by which one is guessed.
+# Frequent words of captions in languages with Latin letters, by which a language is guessed.
 WORDS = {
     "en": "a the of with is on and are in at to an his her two",
     "de": "ein eine einem einer der die das und mit ist auf im sind von zwei",
@@ -33,11 +35,11 @@ WORDS = {
     "pl": "w na z i do jest się po dwa przed obok mężczyzna kobieta osoba dwóch",
 }
 WITHOUT_BLANKS = ("ja", "zh", "th")  # languages whose words are not divided by blanks
-MIN_SHARE = 0.1  # of the letters that are Japanese syllables, which no Chinese text has
-MIN_FREQUENT = 0.1  # of all words that are frequent words of the language
-MIN_MARGIN, MIN_WORDS = 1.25, 2  # times the second language's frequent words; different frequent words
+MIN_SHARE = 0.1  # the least share of Japanese syllables in a Japanese text; a Chinese text has none
+# A language is guessed on three conditions: a tenth of all words are its frequent words, at least two of these words
+# are different, and it has 1.25 times as many as any other language.
+MIN_FREQUENT, MIN_WORDS, MIN_MARGIN = 0.1, 2, 1.25
 NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
-SMALL, LARGE = 2_000, 50_000  # training images below and above which other sizes are proposed
 NEW_BACKBONE = """\
 # A small backbone that is trained from scratch. A pretrained one captions photographs far better:
 #   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key
@@ -62,12 +64,25 @@ model:
   num_encoder_layers: {}
   num_decoder_layers: {}"""
 SMALLER_MODEL = "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
-MODEL_SIZES = {"small": (128, 256, 4, 2, 2), "medium": (256, 512, 8, 2, 2), "large": (512, 2048, 8, 3, 3)}
+
+
+class Size(NamedTuple):
+    """A model and its training. model: d_model, d_ff, num_heads, encoder and decoder layers."""
+
+    model: tuple[int, int, int, int, int]
+    epochs: int
+    batch_size: int
+    lr: str
+
+
+SMALL = Size((128, 256, 4, 2, 2), epochs=15, batch_size=20, lr="1.0e-3")  # for less than 2,000 training images
+MEDIUM = Size((256, 512, 8, 2, 2), epochs=10, batch_size=32, lr="5.0e-4")
+LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4")  # for more than 50,000
 
 
 @dataclass(frozen=True)
 class Language:
-    """The script of captions (Unicode's name), a language (ISO 639-1; None: not recognized) and its tokenizer."""
+    """A script (Unicode's name), a language (its code in ISO 639-1, None if it is unknown), and its tokenizer."""
 
     script: str
     code: str | None
@@ -98,9 +113,9 @@ def _script_of(letter: str) -> str:
 
 
 def _latin_language(words: Counter[str]) -> str | None:
-    """The language whose frequent words are most of the words; None if they are too few, or nearly as many of another.
+    """The language of WORDS that has the most frequent words among these; None if no language is clear.
 
-    A language that is not in WORDS shares some words with one that is: Swedish has "en", as Spanish.
+    A margin is needed, because other languages share words with those of WORDS: Swedish has "en", as Spanish.
     """
     found = {code: [word for word in frequent.split() if words[word]] for code, frequent in WORDS.items()}
     counts = {code: sum(words[word] for word in each) for code, each in found.items()}
@@ -109,98 +124,87 @@ def _latin_language(words: Counter[str]) -> str | None:
     return best if is_clear and counts[best] >= MIN_FREQUENT * words.total() > 0 else None
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a configuration depends on. num_train: images for training. words: of nearly all captions, at most."""
+class Counts(NamedTuple):
+    """What a configuration depends on. per_image: the most frequent number of captions of a training image."""
 
-    name: str
-    data: Mapping[str, Any]  # the section `data`
-    num_train: int
-    num_captions: int
-    captions_per_image: int
-    words: int
-    language: Language
-    is_pretrained: bool
+    train_images: int
+    captions: int
+    per_image: int
+    words: int  # in nearly all captions, at most
 
 
-def facts_of(found: Survey, name: str, language: Language, is_pretrained: bool) -> Facts:
-    """What the configuration `name` of a data set depends on. Raises UserError for an image without a word."""
+def counts_of(found: Survey, language: Language) -> Counts:
+    """Counts the images, captions and words of a data set. Raises UserError for an image without a word."""
     dataset = found.dataset.with_words(language.tokenizer)
     train = dataset.split(*DataSection(root=found.root.uri, **found.keys).train_splits)
-    counts = Counter(len(captions) for captions in train.column("captions"))
+    per_image = Counter(len(captions) for captions in train.column("captions")).most_common(1)[0][0]
     lengths = sorted(len(tokens) for tokens in dataset.tokens(language.tokenizer))
-    return Facts(
-        name=name,
-        data={"root": found.root.uri, **found.keys},
-        num_train=len(train),
-        num_captions=len(lengths),
-        captions_per_image=counts.most_common(1)[0][0],
-        words=lengths[int(NEARLY_ALL * (len(lengths) - 1))],
-        language=language,
-        is_pretrained=is_pretrained,
-    )
+    return Counts(len(train), len(lengths), per_image, lengths[int(NEARLY_ALL * (len(lengths) - 1))])
 
 
-def config_text(facts: Facts, found: str) -> str:
-    """The configuration as YAML with comments. found: one line about the data, for the header."""
-    size = "small" if facts.num_train < SMALL else "large" if facts.num_train > LARGE else "medium"
-    length = min(100, facts.words + 2)
+def config_text(found: Survey, name: str, language: Language, counts: Counts, *, is_pretrained: bool) -> str:
+    """The configuration `name` of a data set, as YAML with comments."""
+    size = SMALL if counts.train_images < 2_000 else LARGE if counts.train_images > 50_000 else MEDIUM
+    header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
+    backbone = PRETRAINED_BACKBONE.format("base" if size is LARGE else "tiny") if is_pretrained else NEW_BACKBONE
+    length = min(100, counts.words + 2)
     parts = [
-        f"# {found}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
-        f"name: {facts.name}",
-        _data(facts),
-        PRETRAINED_BACKBONE.format("base" if size == "large" else "tiny") if facts.is_pretrained else NEW_BACKBONE,
-        MODEL.format(*MODEL_SIZES[size]) + (SMALLER_MODEL if size != "large" else ""),
-        _stages(facts, size),
+        f"# {header}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
+        f"name: {name}",
+        _data(found, language, counts),
+        backbone,
+        MODEL.format(*size.model) + (SMALLER_MODEL if size is not LARGE else ""),
+        _stages(size, counts.per_image, is_pretrained=is_pretrained),
         "workers:\n  num_workers: 1  # on GPUs: their number, and gpus_per_worker: 1\n  num_decode_threads: 2",
         f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _data(facts: Facts) -> str:
+def _data(found: Survey, language: Language, counts: Counts) -> str:
+    """The section `data`."""
+
     def flow(value: object) -> str:
+        """The YAML of a value in one line."""
         text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
         return text.strip().removesuffix("...").strip()
 
-    lines = ["data:"]
-    for key, value in facts.data.items():
+    lines = ["data:", f"  root: {flow(found.root.uri)}"]
+    for key, value in found.keys.items():
         if key == "sources":
             lines += ["  sources:", *(f"    - {flow(source)}" for source in value)]
         else:
             lines.append(f"  {key}: {flow(value)}")
-    if "split_fractions" in facts.data:
+    if "split_fractions" in found.keys:
         lines.append("  # an image's split depends on its name alone, so that further images move none")
-    if facts.language.code not in (None, ENGLISH):
-        lines.append(f"  language: {facts.language.code}")
-    lines.append(f"  tokenizer: {facts.language.tokenizer}")
-    least = 5 if facts.num_captions >= 20_000 else 2 if facts.num_captions >= 1_000 else 1
+    if language.code not in (None, ENGLISH):
+        lines.append(f"  language: {language.code}")
+    lines.append(f"  tokenizer: {language.tokenizer}")
+    least = 5 if counts.captions >= 20_000 else 2 if counts.captions >= 1_000 else 1
     lines.append(f"  min_count: {least}  # rarer words are not in the vocabulary")
     return "\n".join(lines)
 
 
-def _stages(facts: Facts, size: str) -> str:
+def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
     """Cross entropy with a frozen backbone; SCST and the backbone with more images, or if it is not pretrained."""
-    epochs = {"small": 15, "medium": 10, "large": 8}[size]
-    per_image = min(5, facts.captions_per_image) if size != "large" else 1
-    batch = {"small": 20, "medium": 32, "large": 48}[size]
-    lr = {"small": "1.0e-3", "medium": "5.0e-4", "large": "2.0e-4"}[size]
-    common = f"    batch_size: {batch}\n" + (f"    captions_per_image: {per_image}\n" if per_image > 1 else "")
+    common = f"    batch_size: {size.batch_size}\n"
+    if size is not LARGE and per_image > 1:
+        common += f"    captions_per_image: {min(5, per_image)}\n"
     stages = [
         "  - name: xe_frozen  # the image encoder does not change, so that its features are computed once\n"
-        f"    objective: cross_entropy\n    epochs: {epochs}\n{common}    lr: {lr}\n"
+        f"    objective: cross_entropy\n    epochs: {size.epochs}\n{common}    lr: {size.lr}\n"
         "    schedule: {warmup_iterations: 20, decay: 0.9}"
     ]
-    if size != "small" or not facts.is_pretrained:
-        finetune_lr = "5.0e-4" if not facts.is_pretrained else "3.0e-5"
+    if size is not SMALL or not is_pretrained:
+        epochs, lr = (2, "3.0e-5") if is_pretrained else (size.epochs, "5.0e-4")
         stages.append(
             "  - name: xe_finetune\n    objective: cross_entropy\n    train_backbone: true\n"
-            f"    epochs: {epochs if not facts.is_pretrained else 2}\n{common}    lr: {finetune_lr}\n"
+            f"    epochs: {epochs}\n{common}    lr: {lr}\n"
             "    schedule: {warmup_iterations: 20, decay: 0.85}\n    drop_path: 0.05"
         )
-    if size != "small" and facts.captions_per_image > 1:  # the reward of one reference is mostly noise
+    if size is not SMALL and per_image > 1:  # the reward of one reference is mostly noise
         stages.append(
             "  - name: scst_frozen\n    objective: scst\n    epochs: 3\n"
-            f"    batch_size: {batch}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"
+            f"    batch_size: {size.batch_size}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"
         )
     return "stages:\n" + "\n".join(stages)

@@ -21,7 +21,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, relative_name
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
-from raycap.pipeline.storage.s3 import StorageError, StorageOptions
+from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 MAX_PIXELS = 100_000_000  # Larger images are refused.
@@ -32,12 +32,13 @@ logger = logging.getLogger(__name__)
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
     """Paths and URIs of the images that the arguments name, in this order and without repetition.
 
-    A folder or prefix gives all files below it that have an image's ending, sorted. Raises UserError for a missing file
-    or folder, and for a folder, prefix or pattern without an image.
+    A folder or prefix gives all files below it that have an image's ending, sorted. In a pattern, * and ? do not match
+    a /, and ** stands for any number of folders. Raises UserError for a missing file or folder, and for a folder,
+    prefix or pattern without an image.
     """
     images: dict[str, None] = {}
     for argument in arguments:
-        names = _find_remote(argument, options) if argument.startswith("s3://") else _find_local(argument)
+        names = _find_remote(argument, options) if is_remote(argument) else _find_local(argument)
         if not names:
             raise UserError(f"{argument}: no image found there; the endings are {', '.join(IMAGE_ENDINGS)}")
         images |= dict.fromkeys(names)
@@ -48,8 +49,7 @@ def _find_local(argument: str) -> list[str]:
     """The images in a folder, a file itself, or the files that match a pattern. Raises UserError if nothing exists."""
     path = Path(argument)
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-        return [str(file) for file in files if file.suffix.lower() in IMAGE_ENDINGS]
+        return [str(file) for file in sorted(path.rglob("*")) if _is_image_name(file.name) and file.is_file()]
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
@@ -59,19 +59,20 @@ def _find_local(argument: str) -> list[str]:
 
 
 def _find_remote(argument: str, options: StorageOptions) -> list[str]:
-    """The URI of an object with an image's ending, those that match a pattern, or those of all images below a prefix.
-
-    In a pattern, * and ? do not match a /, and ** stands for any number of folders, as for local files.
-    """
+    """The URI of an object with an image's ending, of those that match a pattern, or of all images below a prefix."""
     place = storage_path(argument, options)
     place.require_answer()
     if glob.has_magic(argument) and not place.exists():
         bucket, _, pattern = argument.removeprefix("s3://").partition("/")
         root = storage_path(f"s3://{bucket}", options)
         return [join(root.uri, name) for name in matching(root, pattern)]
-    if Path(argument).suffix.lower() in IMAGE_ENDINGS:
+    if _is_image_name(argument):
         return [place.uri]  # a single object; whoever reads it reports a missing one
-    return [join(place.uri, name) for name in sorted(place.list()) if Path(name).suffix.lower() in IMAGE_ENDINGS]
+    return [join(place.uri, name) for name in sorted(place.list()) if _is_image_name(name)]
+
+
+def _is_image_name(name: str) -> bool:
+    return Path(name).suffix.lower() in IMAGE_ENDINGS
 
 
 def load_image(

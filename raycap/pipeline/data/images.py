@@ -6,13 +6,13 @@ The column `uri` of a data set holds one text per image, an `ImageLocation`:
     tar:START+LENGTH+CHARACTERS:/folder/shard.tar/dog.jpg
     parquet:GROUP+ROW+LEAF+CHARACTERS:/folder/part.parquet/dog.jpg
 
-START and LENGTH are the range of the image in the archive; GROUP, ROW and LEAF are the number of a row group, a row in
-it and a leaf column. CHARACTERS is the length of the file's path or URI. A slash and the image's name follow. The name
-is for people and may contain anything. A local path in this column is absolute, so that it cannot begin like the other
-forms.
+START and LENGTH are the range of the image in the archive, in bytes. GROUP, ROW and LEAF are the numbers of a row
+group, of a row in it and of a leaf column. CHARACTERS is the length of the path or URI after the colon. The name of the
+image follows; it is for people and may contain anything. Local paths are absolute, so that none begins like another
+form.
 
-Decoding takes bounded memory, whatever a file contains. This module does not import torch, so that Ray's decoding tasks
-start fast.
+Decoding takes bounded memory, whatever a file contains. This module does not import torch, because Ray's decoding tasks
+start faster without it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import re
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,41 +42,41 @@ from raycap.models.encoders.transform import ImageTransform, augmented
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.cache import cached_image, image_cache
+from raycap.pipeline.storage.cache import ImageCache, cached_image
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
-PARTS = ("tar:", "parquet:")  # the begins of locations within a file
-MAX_BYTES = 256 * 2**20  # a larger file is refused, because a file is read into memory as a whole
-UNREADABLE = "cannot be read"  # a reason that starts with this is temporary: the next extraction tries the image again
+PARTS = ("tar:", "parquet:")  # the first characters of locations within a file
+MAX_BYTES = 256 * 2**20  # of an image file, which is read into memory as a whole
+UNREADABLE = "cannot be read"  # the next extraction tries an image again if its reason starts with this
 _TAR = re.compile(r"tar:(\d{1,19})\+(\d{1,19})\+(\d{1,6}):(.*)", re.DOTALL)
 _PARQUET = re.compile(r"parquet:(\d{1,9})\+(\d{1,9})\+(\d{1,9})\+(\d{1,6}):(.*)", re.DOTALL)
-# Raster formats that Pillow decodes itself; for EPS it starts a program that interprets the file. Multi-picture files
-# (MPO) count as JPEG. JPEG 2000 is left out: a file of 100 bytes can make its decoder take 1.6 kB per pixel. The common
-# formats come first, because Pillow imports all its plugins for the others.
+# EPS is left out, because Pillow starts a program that interprets such a file. JPEG 2000 is left out, because a file of
+# 100 bytes can make its decoder take 1.6 kB per pixel. Multi-picture files (MPO) count as JPEG. The common formats come
+# first, because Pillow imports all its plugins for the others.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
-MAX_WEBP_SHARE = 0.5  # of the limit on pixels: Pillow needs 16 bytes per pixel of WebP, and 8 of the other formats
+MAX_WEBP_SHARE = 0.5  # of the limit on pixels, because Pillow needs 16 bytes per pixel of WebP, and 8 of the others
 MAX_SIDE = 2**20  # pixels; resizing takes 16 bytes for each pixel of a side
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
 STRIP_PIXELS = 2**20  # pixels that are converted at a time
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
-# A JPEG file is decoded once per scan, and 200 bytes can be a scan of all pixels. Photographs have at most 10 or so. By
-# chance, one in 65,536 places of other data in the file looks like the begin of a scan.
+# Pillow decodes all pixels of a JPEG file once per scan, and a scan can be 200 bytes short. Photographs have about 10
+# scans at most. One in 65,536 places of other data looks like the begin of a scan, so that a longer file may have more.
 SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
 MAX_PPM_HEADER = 2**16  # bytes; Pillow reads the comments of a header byte by byte, a megabyte in a second
 
 
 class BadImage(Exception):
-    """An image that cannot be used; the message is the reason listed in the quarantine."""
+    """An image cannot be used. The message is the reason, which the quarantine lists."""
 
 
 class UnknownFormatError(BadImage):
-    """A file that is no image, or one in a format that is not read."""
+    """A file is no image, or has a format that is not read."""
 
 
 class OversizedError(BadImage):
-    """An image of too many pixels."""
+    """An image has too many pixels."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ImageLocation:
         return self.file.is_remote
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
-        """The image's bytes. Raises OSError as StoragePath, and for a part that the file does not have."""
+        """The image's bytes. Raises OSError if the file cannot be read or does not have this part."""
         if self.part is None:
             return self.file.read_bytes(max_bytes)
         if isinstance(self.part, RowPlace):
@@ -144,13 +144,13 @@ class ImageLocation:
         return data
 
 
-MAX_GROUPS_BYTES = 256 * 2**20  # of the row groups that are kept, except that the newest one stays
+MAX_GROUPS_BYTES = 256 * 2**20  # of the row groups that a process keeps; the newest one stays even if it is larger
 _GROUPS: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()  # the least recently used one first
 _LOCK = threading.Lock()
 
 
 def _images_of_group(file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
-    """The column of a place, which this process keeps. Raises UserError, and OSError as StoragePath."""
+    """The images of a place's row group, which this process keeps. Raises UserError or OSError for a damaged file."""
     key = file.uri, place.group, place.leaf
     with _LOCK:  # threads that need the same column read it once
         if key not in _GROUPS:
@@ -169,18 +169,23 @@ def forget_row_groups() -> None:
 
 
 def is_remote_image(uri: str) -> bool:
-    """Whether the file of an image, given by its text in the column `uri`, is on S3."""
+    """True if an image is on S3. uri: its text in the column `uri`."""
     return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
 
 
-def read_image_file(path: StoragePath, key: str | None = None) -> bytes:
+def read_image_file(path: StoragePath, key: str | None = None, cache: ImageCache | None = None) -> bytes:
     """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
 
-    key: its content key if that is known. An image on S3 is then not read if it is in this machine's cache. Raises
-    OSError if the file is larger than MAX_BYTES, and for pipes and devices.
+    key: the content key if it is known. With it, an image on S3 is read from this machine's cache if it is there. An
+    image that is not there is added to `cache` if one is given. Raises OSError for a file of more than MAX_BYTES, and
+    for pipes and devices.
     """
     image = ImageLocation.parse(path.uri, path.options)
-    cached = cached_image(key) if key and image.is_remote else None
+    if not key or not image.is_remote:
+        return image.read_bytes(MAX_BYTES)
+    if cache is not None:
+        return cache.read(image, key, MAX_BYTES)
+    cached = cached_image(key)
     return image.read_bytes(MAX_BYTES) if cached is None else cached
 
 
@@ -201,7 +206,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
-    """An image of Pillow as RGB, as `decode_image` gives it. The image itself does not change. Raises BadImage."""
+    """A copy of an image of Pillow, converted as `decode_image` converts the image of a file. Raises BadImage."""
     with _bad_images():
         _require_size(image, max_pixels)
         return _to_rgb(ImageOps.exif_transpose(image))
@@ -209,9 +214,9 @@ def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
 
 @contextmanager
 def _bad_images() -> Iterator[None]:
-    """Raises BadImage in place of the errors that a damaged image causes."""
+    """Raises BadImage for any error of the block, because a damaged image can raise nearly any type."""
     try:
-        with warnings.catch_warnings():  # of damaged metadata, and of large images, which `max_pixels` limits
+        with warnings.catch_warnings():  # of damaged metadata; and of large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
             yield
     except BadImage:
@@ -242,7 +247,7 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
 def _require_size(image: Image.Image, max_pixels: int) -> None:
     """Raises OversizedError for an image, or a tile of a TIFF file, of more than `max_pixels` or with too long a side.
 
-    The reason ends with `max_pixels`, by which an extraction finds the images that another limit may accept.
+    The reason ends with `max_pixels`, so that an extraction with another limit knows that it must try the image again.
     """
     if image.format == "WEBP" and image.width * image.height > MAX_WEBP_SHARE * max_pixels:
         share = f"more than {MAX_WEBP_SHARE:.0%}, which a WebP image may have, of {max_pixels}"
@@ -260,7 +265,7 @@ def _require_size(image: Image.Image, max_pixels: int) -> None:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """An image of any Pillow mode as RGB.
 
-    It is converted in strips: a conversion makes several copies, and 16-bit values need 8 bytes per pixel meanwhile.
+    It is converted in strips, because a conversion makes several copies and needs 8 bytes for each 16-bit value.
     """
     if image.mode == "RGB" and "transparency" not in image.info:
         return image.convert("RGB")
@@ -295,40 +300,10 @@ def pixels_of(
     return transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
 
 
-def hash_batch(
-    batch: dict[str, np.ndarray],
-    options: StorageOptions = StorageOptions(),
-    cache_bytes: int | None = None,
-    threads: int = 1,
-) -> Values:
-    """Adds key and reason to a batch with the column uri: each file's sha256, or why it cannot be read.
-
-    The other one is "". Images on S3 are cached on this machine. cache_bytes: the cache's size (`features.cache_gib`);
-    None for the default. threads: the number that reads local files. Raises StorageError for an outage.
-    """
-    cache = image_cache(cache_bytes) if any(map(is_remote_image, map(str, batch["uri"]))) else None
-
-    def read(uri: str) -> tuple[str, str]:
-        try:
-            data = read_image_file(StoragePath(uri, options))
-        except StorageError:
-            raise
-        except OSError as error:
-            return "", reason_of(error)
-        key = hashlib.sha256(data).hexdigest()
-        if cache is not None and is_remote_image(uri):
-            with suppress(OSError):  # a disk that cannot be written; the image is read again
-                cache.add(key, data)
-        return key, ""
-
-    results = _for_each(read, threads, batch["uri"])
-    return {**batch, "key": np.array([key for key, _ in results]), "reason": np.array([text for _, text in results])}
-
-
 def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: StorageOptions, threads: int) -> list[str]:
-    """Why each image cannot be used, or "". The images are decoded as a whole.
+    """Decodes images. Returns for each why it cannot be used, or "". Raises StorageError for an outage.
 
-    keys: their content keys, or None. threads: the number that decodes local files. Raises StorageError for an outage.
+    keys: their content keys, or None. threads: how many decode local files.
     """
 
     def reason_of(uri: str, key: str | None) -> str:
@@ -340,14 +315,13 @@ def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: Stora
             return str(error)
         return ""
 
-    return _for_each(reason_of, threads, uris, keys)
+    return _for_each(reason_of, threads, list(map(str, uris)), keys)
 
 
-def _for_each(function: Callable[..., Any], threads: int, uris: np.ndarray, *columns: np.ndarray) -> list[Any]:
-    """The function's values for files. Requests mostly wait, so that remote files get more threads."""
-    names = [str(uri) for uri in uris]
-    with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, names)) else 1)) as pool:
-        return list(pool.map(function, names, *columns))
+def _for_each(function: Callable[..., Any], threads: int, uris: Sequence[str], *columns: Iterable[object]) -> list[Any]:
+    """The function's values for files. Remote files get at least 8 threads, because requests mostly wait."""
+    with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, uris)) else 1)) as pool:
+        return list(pool.map(function, uris, *columns))
 
 
 def decode_batch(
@@ -357,21 +331,24 @@ def decode_batch(
     options: StorageOptions = StorageOptions(),
     augmentation: Augmentation = Augmentation(),
 ) -> Values:
-    """Adds pixels and reason to a batch with the columns key and uri.
+    """Decodes a batch with the columns key and uri, and adds two columns. Raises StorageError for an outage.
 
+    key: the expected sha256 of the file; a file that has another one counts as unreadable. None becomes the file's
+    sha256, or "" if the file cannot be read. A key of `models.config.Views` gives a random version of the image, by
+    `augmentation`. Consecutive rows of one image are decoded once.
     pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
-    used, or "". key: the expected sha256 of the file; a file that has changed counts as unreadable. A null becomes the
-    file's sha256, or "" for a file that cannot be read. A key of `models.config.Views` gives a random version of the
-    image, by `augmentation`. Consecutive rows of one image are decoded once. Raises StorageError for an outage.
+    used, or "".
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
     keys = ["" if key is None else str(key) for key in batch["key"]]
+    uris = list(map(str, batch["uri"]))
+    groups = [(uri, list(rows)) for uri, rows in itertools.groupby(range(len(uris)), lambda row: uris[row])]
 
-    def decode(rows: list[int]) -> str:
-        """Writes the pixels of one image in its rows of the batch, and returns its reason."""
+    def decode(uri: str, rows: list[int]) -> str:
+        """Writes the pixels of one image in its rows of the batch. Returns why the image cannot be used, or ""."""
         try:
-            data = read_image_file(StoragePath(str(batch["uri"][rows[0]]), options), content_key_of(keys[rows[0]]))
+            data = read_image_file(StoragePath(uri, options), content_key_of(keys[rows[0]]))
             digest = hashlib.sha256(data).hexdigest()
             for row in rows:
                 keys[row] = keys[row] or digest
@@ -388,8 +365,6 @@ def decode_batch(
             return f"{UNREADABLE}: {reason_of(error)}"
         return ""
 
-    # Requests spend most of their time waiting; local files are decoded one after the other.
-    with ThreadPoolExecutor(8 if any(is_remote_image(str(uri)) for uri in batch["uri"]) else 1) as pool:
-        images = [list(rows) for _, rows in itertools.groupby(range(len(pixels)), lambda row: batch["uri"][row])]
-        reasons = [reason for rows, reason in zip(images, pool.map(decode, images), strict=True) for _ in rows]
+    found = _for_each(decode, 1, *zip(*groups, strict=True)) if groups else []
+    reasons = [reason for reason, (_, rows) in zip(found, groups, strict=True) for _ in rows]
     return {**batch, "key": np.array(keys), "pixels": pixels, "reason": np.array(reasons)}

@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ import pyarrow.compute as pc
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import DataSection, SceneConfig, SourceSection
+from raycap.pipeline.config.sections import DataSection, SourceSection
 from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
@@ -48,7 +47,7 @@ from raycap.pipeline.data.formats.source import (
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
 from raycap.pipeline.data.language.tokenizers import SUBWORD
-from raycap.pipeline.data.synthetic.scenes import MARKER, write_annotations, write_dataset
+from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shorten, shown
@@ -66,7 +65,7 @@ _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
 def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {path: reason} of images that cannot be read. hash_files: `take_snapshot`."""
+    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: of `take_snapshot`."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
     return snapshot_of(dataset, config, hash_files)
@@ -82,7 +81,9 @@ def data_root(config: RunConfig) -> str:
     scenes = config.data.synthetic
     if scenes is None:
         return storage_path(str(config.data.root)).uri
-    root, remote = _synthetic_places(config, scenes)
+    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
+    name = f"data/synthetic-{digest}"
+    root, remote = config.working_path / name, config.home(name)  # remote: None for a local storage
     if remote is None or not (remote / MARKER).exists():
         if not root.is_dir():
             logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
@@ -92,35 +93,13 @@ def data_root(config: RunConfig) -> str:
     return str(root) if remote is None else remote.uri
 
 
-def planned_data(config: RunConfig) -> Dataset | None:
-    """A synthetic data set that is not drawn yet, without its images; None for any other.
-
-    Raises UserError if it cannot be trained on with this configuration.
-    """
-    scenes = config.data.synthetic
-    if scenes is None or _synthetic_places(config, scenes)[0].is_dir():
-        return None
-    with TemporaryDirectory(prefix="raycap-") as folder:
-        write_annotations(Path(folder), scenes)
-        dataset = read_dataset(config.data, folder)
-    build_vocabulary(dataset, config.data)
-    return dataset
-
-
-def _synthetic_places(config: RunConfig, scenes: SceneConfig) -> tuple[Path, StoragePath | None]:
-    """The local folder of a synthetic data set, and its place on S3; None for a local storage."""
-    digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
-    name = f"data/synthetic-{digest}"
-    return config.working_path / name, config.home(name)
-
-
 def snapshot_of(
     dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None, listing: pa.Table | None = None
 ) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {URI: reason} of unreadable images; updates the data set's manifest.
+    """The data set with content keys, and {URI: reason} of images that cannot be read. Updates the manifest of keys.
 
-    hash_files, listing: of `take_snapshot`. With region features from a file the images need not exist, and their ids
-    are the content keys.
+    hash_files, listing: of `take_snapshot`. With region features, ids are the content keys, because the images need not
+    exist.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -133,10 +112,10 @@ def snapshot_of(
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
-    """The data set of a configuration, without wordless captions.
+    """The data set of a configuration, without captions that have no word.
 
-    Raises UserError when a file or folder is missing or malformed, a caption is not text, an image has no caption with
-    a word in it, or a split that training needs is empty.
+    Raises UserError if a file or folder is missing or malformed, a caption is not text, an image has no caption with a
+    word in it, or a split that training needs is empty.
     """
     dataset, problems = read_annotations(config, root, options)
     if problems:
@@ -147,7 +126,7 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
 
 
 def require_splits(dataset: Dataset, config: DataSection) -> None:
-    """Raises UserError, naming the configuration key, when a split that the configuration needs has no image."""
+    """Raises UserError if a split that the configuration needs has no image."""
     needed = {"data.train_splits": config.train_splits, "data.val_split": (config.val_split,)}
     needed |= {f"data.test_splits ({name})": (name,) for name in config.test_splits}
     needed["data.vocabulary_splits"] = config.vocabulary_splits or config.rewarded_splits
@@ -163,8 +142,8 @@ def read_annotations(
 ) -> tuple[Dataset, list[str]]:
     """Every image and caption of the annotation files, and a sentence for each caption that is not valid.
 
-    Raises UserError when a file or folder is missing, or when a file does not have its format, repeats an image id or
-    names a path outside of the data set's folder.
+    Raises UserError if a file or folder is missing, or if a file does not have its format, repeats an image id or names
+    a path outside of the data set's folder.
     """
     base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
@@ -191,9 +170,10 @@ def read_annotations(
 
 
 def _taught_captions(section: SourceSection, config: DataSection, root: StoragePath, people: pa.Table) -> pa.Table:
-    """A model's captions of training images, as a table like `people`: rows of their own, in the split of the source.
+    """A model's captions of training images, as a table like `people` (the rows with people's captions).
 
-    Rows of other images are left out, so that a model may caption a whole folder. So are rows without a caption.
+    Its rows are in the split of the source. Rows of other images are left out, because a model may caption a whole
+    folder. Rows without a caption are left out, too.
     """
     if pc.is_in(pa.scalar(section.split), value_set=pc.unique(people["split"])).as_py():
         raise UserError(
@@ -229,10 +209,10 @@ def _find_sources(section: SourceSection, config: DataSection, root: StoragePath
 
 
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
-    """The vocabulary of a configuration. Raises UserError when it is empty.
+    """The vocabulary of a configuration. Raises UserError if it is empty.
 
-    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them. A
-    subword model needs no further words.
+    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them,
+    except with subwords, which can spell any word.
     """
     training = dataset.split(*(config.vocabulary_splits or config.rewarded_splits))
     try:
@@ -287,7 +267,7 @@ def _joined_tokens(tokens: Any, location: str) -> str:
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str], Image], rows: Rows) -> None:
-    """Adds the images of a JSON file. `parse` reads the entry at a place, and may raise any error."""
+    """Adds the images of a JSON file. parse: reads an entry, given its place for messages; it may raise any error."""
     for number, entry in enumerate(entries):
         location = f"{source.annotations}: images[{number}]"
         try:
@@ -338,12 +318,12 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
 
 
 def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
-    """The name and captions of each image in a folder and those below it, sorted by name. Raises UserError.
+    """The name and captions of each image in or below a folder, sorted by name. Raises UserError.
 
     The captions of dog.jpg are the lines of dog.txt.
     """
     folder = source.annotations
-    texts: dict[str, set[str]] = {}  # by ending, as .txt or .TXT, the names before it
+    texts: dict[str, set[str]] = {}  # {.txt, .TXT, ...: names of the text files without this ending}
 
     def image_names() -> Iterator[str]:
         for name, _ in folder.walk():
@@ -371,7 +351,7 @@ def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
 
 
 def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows: Rows) -> None:
-    """Adds the images of a folder, which have no ids, and splits only if the source, a list or a fraction gives one."""
+    """Adds the images of a folder. Their ids are hashes of their names."""
     count = rows.count
     for name, captions in images:
         location = str(source.annotations / name)
@@ -386,16 +366,20 @@ def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows
 
 
 class Format(NamedTuple):
-    """How a source is opened, and how what was opened is added to the rows. Both raise UserError."""
+    """How a source is opened, and how its content is added to the rows. Both raise UserError."""
 
     open: Callable[[Source], Any]
     add: Callable[[Source, Any, Rows], None]
 
 
+def _open_json(source: Source) -> Any:
+    return read_json(source.annotations)
+
+
 FORMATS = {
-    "karpathy": Format(lambda source: read_json(source.annotations), add_karpathy),
-    "coco": Format(lambda source: read_json(source.annotations), add_coco),
-    "nocaps": Format(lambda source: read_json(source.annotations), add_coco),
+    "karpathy": Format(_open_json, add_karpathy),
+    "coco": Format(_open_json, add_coco),
+    "nocaps": Format(_open_json, add_coco),
     "table": Format(table_entries, add_table),
     "webdataset": Format(read_samples, add_samples),
     "text": Format(read_text_files, add_text_files),
@@ -419,18 +403,15 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
 def _open(name: str, source: Source) -> tuple[str, Any]:
     """The format of an annotation file and its content. name: of the format, or "auto". Raises UserError."""
     form = _form_by_name(source) if name == "auto" else name
+    data = FORMATS[form or "coco"].open(source)
     if form is None:
-        data = read_json(source.annotations)
-        if not isinstance(data, dict) or not isinstance(data.get("images"), list):
+        images = data.get("images") if isinstance(data, dict) else None
+        if not isinstance(images, list):
             expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
-            endings = ", ".join(TABLE_ENDINGS)
-            problem = f"expected {expected}, a table that ends in {endings}, a .tar, or a folder"
+            problem = f"expected {expected}, a table that ends in {', '.join(TABLE_ENDINGS)}, a .tar, or a folder"
             raise UserError(f"{source.annotations} has an unknown format; {problem}")
-        first = data["images"][0] if data["images"] else None
-        is_coco = isinstance(first, dict) and {"filename", "sentences"}.isdisjoint(first)
+        is_coco = bool(images) and isinstance(images[0], dict) and {"filename", "sentences"}.isdisjoint(images[0])
         form = "coco" if is_coco else "karpathy"
-    else:
-        data = FORMATS[form].open(source)
     if source.with_tokens and form != "karpathy":
         raise UserError(
             f"data.tokenizer is tokens, and {source.annotations} is not in Karpathy's layout, whose sentences have "

@@ -1,7 +1,6 @@
-"""What a folder, annotation file or prefix on S3 contains: the form of the data set and the keys that read it.
+"""Finds the form of the data set in a folder, annotation file or prefix on S3, and the keys that read it.
 
-The names of files suggest candidates. The readers of `pipeline.data.formats` read each, so that what is written into a
-configuration has been tried.
+File names suggest candidates. Each is read with the keys that a configuration would have, until one succeeds.
 """
 
 from __future__ import annotations
@@ -44,39 +43,31 @@ MAX_LISTED = 2_000_000  # files of a folder
 MAX_FOLDERS = 20  # that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in such a folder
 FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
-UNDECIDED = "undecided"  # a split of images for which the annotations name none
 WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # of images that are not in the test split
 
 
+PARQUET_WITH_IMAGES = "Parquet with images"
+
+
 class Candidate(NamedTuple):
-    """Files that may be one data set. form: JSON, table, tars or text. files: the annotations, or images with text."""
+    """Files that may be one data set. form: JSON, table, tars or text. files: annotations, or images with a text."""
 
     form: str
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a candidate is read. keys: those of the section `data`. columns: those of the first table."""
-
-    form: str  # in words
-    keys: Values
-    has_image_files: bool = False  # whether annotations name image files
-    columns: tuple[str, ...] = ()
-
-
 def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
-    """What a data set of these files may be, the likeliest first."""
+    """The candidates among these files, the likeliest first."""
     documents = [name for name in names if name.endswith((".json", ".json.gz"))]
     for group in _groups(documents):
-        # many data sets have other JSON files
+        # A data set may also have JSON files that are no annotations.
         has_usual_name = re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1])
         if len(documents) == 1 or has_usual_name:
             yield Candidate("JSON", group)
     for ending in TABLE_ENDINGS:
         for group in _groups([name for name in names if name.endswith((ending, f"{ending}.gz"))]):
             yield Candidate("table", group)
-    for endings in ((".tar",), (".tar.gz", ".tgz")):  # the reader refuses the second ones with a remedy
+    for endings in ((".tar",), (".tar.gz", ".tgz")):  # the reader refuses compressed ones with a remedy
         for group in _groups([name for name in names if name.endswith(endings)]):
             yield Candidate("tars", group)
     stems = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
@@ -84,15 +75,18 @@ def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
         yield Candidate("text", texts)
 
 
-def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Reading:
-    """The keys for a candidate. names: all files below `root`. Raises UserError for files that cannot be read."""
+def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> tuple[str, Values]:
+    """The form of a candidate in words, and the keys of the section `data` that read it.
+
+    names: all files below `root`. Raises UserError for files that cannot be read.
+    """
     if candidate.form == "text":
-        return Reading("text beside images", _text_keys(candidate.files, names))
+        return "text beside images", _text_keys(candidate.files, names)
     keys = _sources(candidate.files, names)
     if candidate.form == "tars":
-        return Reading("WebDataset tars", keys)
+        return "WebDataset tars", keys
     if candidate.form == "JSON":
-        return Reading("JSON", keys, has_image_files=True)
+        return "JSON", keys
     first = root / candidate.files[0]
     columns, binary = _columns_of(first)
     chosen: dict[str, str] = {}
@@ -103,20 +97,20 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
             chosen |= {role: found[0]} if found else {}
     image = chosen.get("image") or next((name for name in COLUMNS["image"] if name in columns), None)
     ending = next(ending for ending in TABLE_ENDINGS if first.name.removesuffix(".gz").endswith(ending))
-    form = "Parquet with images" if image in binary else f"table ({ending})"
-    return Reading(form, keys | ({"columns": chosen} if chosen else {}), image not in binary, tuple(columns))
+    form = PARQUET_WITH_IMAGES if image in binary else f"table ({ending})"
+    return form, keys | ({"columns": chosen} if chosen else {})
 
 
 def split_of(name: str) -> str | None:
-    """The split that the last such word of a path names, as in data/train-0001.parquet."""
+    """The split that a path names, such as data/train-0001.parquet; by its last word if there are several."""
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
     return SPLIT_WORDS[words[-1]] if words else None
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Annotation files that may be one data set: those at one depth whose names begin with the same word.
+    """At most MAX_GROUPS groups of annotation files that may be one data set. The highest folders come first.
 
-    The highest folders come first. At most MAX_GROUPS.
+    A group has the files at one depth whose first word that is no split is the same.
     """
     groups: dict[tuple[int, str], list[str]] = {}
     for name in names:
@@ -128,16 +122,17 @@ def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
-    """The keys for images with text: a source for each folder that a split names, else the folder of all of them.
+    """The keys for images with text. texts: these images.
 
-    Folders without any text are left out, as far as the folders can be listed.
+    If folders are named by splits, each is a source. Else the folder of all is read. If it also has folders without any
+    text, the others are listed as sources.
     """
     parents = {name.rpartition("/")[0] for name in texts}
     top = os.path.commonpath(parents) if all(parents) else ""
     prefix = f"{top}/" if top else ""
     folders = sorted({top if parent == top else prefix + parent[len(prefix) :].partition("/")[0] for parent in parents})
     splits = [split_of(folder) for folder in folders]
-    keys: Values = {"format": "text"}  # nothing marks a folder on S3
+    keys: Values = {"format": "text"}  # `auto` would not recognize a folder on S3
     if all(splits) and (len(set(splits)) > 1 or folders == [top]):
         pairs = zip(folders, splits, strict=True)
         return keys | {"sources": [{"annotations": folder, "split": split} for folder, split in pairs]}
@@ -161,7 +156,10 @@ def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
 
 
 def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A pattern that matches these of all names and no other, or these names. Raises UserError for too many of them."""
+    """One pattern that matches these files and none of the other names, or else the files themselves.
+
+    Raises UserError for more than MAX_SOURCES files without such a pattern.
+    """
     if len(files) == 1:
         return list(files)
     begin = os.path.commonprefix(files).rstrip("0123456789")  # noqa: RUF071 (character by character)
@@ -170,9 +168,8 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
     ending = f".{files[0].rsplit('.', 1)[-1]}"
     possible = [name for name in names if name.endswith(ending)]
     for pattern in (f"{begin}*{ending}", f"{begin}*{end}"):
-        segments = pattern.split("/")
         is_plain = pattern.endswith(ending) and not re.search(r"[\[{*?]", begin + end)
-        if is_plain and {name for name in possible if matches(name.split("/"), segments)} == set(files):
+        if is_plain and {name for name in possible if matches(name.split("/"), pattern.split("/"))} == set(files):
             return [pattern]
     if len(files) > MAX_SOURCES:
         raise UserError(f"{len(files)} annotation files such as {shown(files[0])} have no common name; rename them")
@@ -180,7 +177,7 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
-    """The columns of a table, and those of a Parquet file that hold files. Raises UserError."""
+    """The columns of a table, and those of them that have images in a Parquet file. Raises UserError."""
     title = f"annotation file {path}"
     with opened(path) as file:
         if path.name.endswith(".parquet"):
@@ -240,35 +237,28 @@ def survey(place: str) -> Survey:
 
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
     """Reads a candidate, with splits that training needs. Raises UserError if it is no data set."""
-    reading = read_names(root, candidate, names)
-    keys = _with_images_folder(root, reading.keys, names) if reading.has_image_files else reading.keys
+    form, keys = read_names(root, candidate, names)
+    if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # annotations that name image files
+        keys = _with_images_folder(root, keys, names)
     dataset, problems = _rows(root, keys)
     if problems:
         raise UserError(problems[0])
-    _require_captions(root, reading, dataset)
+    captioned = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
+    if without := [uri for uri, captions in captioned if not any(map(str.strip, captions))]:
+        problem = f"{len(without)} of {len(dataset)} images have no caption ({form})"
+        remedy = "add theirs, or remove these images"
+        if len(without) == len(dataset):
+            problem, remedy = f"the {len(dataset)} images have no captions ({form})", "add some"
+            if candidate.form == "table" and "captions" not in keys.get("columns", {}):
+                columns = printable(", ".join(_columns_of(root / candidate.files[0])[0]))[:500]
+                remedy = f"add some, or set data.columns.captions to one of the columns {columns}"
+        raise UserError(f"{shown(root)}: {problem}, first {shown(without[0])}; {remedy}")
     keys = keys | _split_keys(root, keys, dataset)
-    return Survey(reading.form, root, keys, _rows(root, keys)[0])
-
-
-def _require_captions(root: StoragePath, reading: Reading, dataset: Dataset) -> None:
-    """Raises UserError if an image has no caption, which training refuses."""
-    images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
-    without = [uri for uri, captions in images if not any(map(str.strip, captions))]
-    if not without:
-        return
-    problem = f"{len(without)} of {len(dataset)} images have no caption ({reading.form}), first {shown(without[0])}"
-    remedy = "add their captions, or remove these images"
-    if len(without) == len(dataset):  # the captions are elsewhere
-        problem, remedy = f"the {len(dataset)} images have no captions ({reading.form})", "add some"
-        known = {*COLUMNS["captions"], reading.keys.get("columns", {}).get("captions")}
-        if reading.columns and known.isdisjoint(reading.columns):
-            columns = printable(", ".join(reading.columns))[:500]
-            remedy = f"name their column 'captions' (or set data.columns.captions); the columns are {columns}"
-    raise UserError(f"{shown(root)}: {problem}; {remedy}")
+    return Survey(form, root, keys, _rows(root, keys)[0])
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
-    """The images that these keys give, as `read_annotations`."""
+    """What `read_annotations` returns for a configuration with these keys."""
     try:
         section = DataSection(root=root.uri, **keys)
     except ValidationError as error:
@@ -278,7 +268,7 @@ def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
 
 
 def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -> Values:
-    """The keys with the folder in which most of the first images of each source are."""
+    """The keys with `images` for each source: the folder in which most of its first images are."""
     known = set(names)
     folders = [name.rpartition("/")[0] for name in names if is_image(name)]
     tops = [folder.partition("/")[0] for folder in folders]
@@ -331,27 +321,18 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
 
 
 def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
-    """The keys that divide the images without a split.
-
-    Raises UserError if the annotations put all images into the training split, or if they are too few.
-    """
+    """The keys that divide the images without a split. Raises UserError if a split of `fractions` gets none."""
     divided: Values = {}
     if "sources" in keys:  # those without a split are divided
         divided["sources"] = [
             {key: value for key, value in source.items() if (key, value) != ("split", "train")}
             for source in keys["sources"]
         ]
-
-    def drawn(fractions: dict[str, float]) -> set[str]:
-        return set(_rows(root, keys | divided | {"split_fractions": fractions})[0].split_sizes())
-
-    if UNDECIDED not in drawn({UNDECIDED: 1.0}):
+    divided["split_fractions"] = fractions
+    if not set(fractions) <= set(_rows(root, keys | divided)[0].split_sizes()):
         raise UserError(
-            f"{shown(root)}: the annotations put all {len(dataset)} images into the split train, and training needs a "
-            "split for validation; add the annotations of one, or list the file names of its images in val.txt and "
-            "set data.split_lists: {val: val.txt} (docs/data.md)"
+            f"{shown(root)}: the {len(dataset)} images cannot be divided into {', '.join(fractions)}: they are too few "
+            "to divide, or the annotations put all into the split train; add images, or list the file names of some in "
+            "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
         )
-    if not set(fractions) <= drawn(fractions):
-        problem = f"the {len(dataset)} images of {shown(root)} are too few to divide"
-        raise UserError(f"{problem}; add images, because training needs some for validation")
-    return divided | {"split_fractions": fractions}
+    return divided

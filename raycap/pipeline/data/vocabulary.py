@@ -1,4 +1,4 @@
-"""The vocabulary: the tokens of captions to ids and back."""
+"""The vocabulary, which turns tokens into ids and back."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SPECIALS = (PAD, SOS, EOS, UNK)
 class Vocabulary:
     """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
 
-    subwords: the model of the tokenizer `subword`, whose pieces are the words; None for every other tokenizer. Raises
-    ValueError for values that do not fit each other.
+    subwords: the model whose pieces are the words, if the tokenizer is `subword`; else None. Raises ValueError for
+    values that do not fit each other.
     """
 
     words: tuple[str, ...]
@@ -60,7 +60,8 @@ class Vocabulary:
     def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
         """The words that captions use `min_count` times or more, and the special tokens.
 
-        Words are sorted by code point, as in the published code. Raises ValueError when no word remains.
+        captions: the words of each. The vocabulary is sorted by code point, as in the published code. Raises ValueError
+        if no word remains.
         """
         counts = Counter(itertools.chain.from_iterable(captions))
         words = {word for word, count in counts.items() if count >= min_count}
@@ -92,15 +93,15 @@ class Vocabulary:
         return "".join(self._parts([self.words[index] for index in caption if index not in (self.sos, self.pad)]))
 
     def tokens_of(self, caption: str) -> list[str]:
-        """The tokens of a caption that `decode` made, as far as its text shows them."""
+        """The tokens of a caption that `decode` made. They can differ from those that were decoded."""
         return self.tokenize(caption) if self.tokenizer in PARTS_OF_WORDS else caption.split()
 
     def parts(self, caption: str) -> list[str]:
-        """The text of each token of a caption that `decode` made, with the space before it if there is one."""
+        """The caption that `decode` made, cut into the texts of its tokens. A text begins with the space before it."""
         return self._parts(self.tokens_of(caption))
 
     def _parts(self, tokens: list[str]) -> list[str]:
-        """The text that each token adds to a caption."""
+        """The texts that tokens add to a caption."""
         return TOKENIZERS[self.tokenizer].parts(tokens) if self.subwords is None else self.subwords.parts(tokens)
 
     def to_json(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,30 +20,23 @@ MAX_DIGITS = 18  # of the whole numbers in word2vec's first line
 def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
     """The words' vectors (len(words), width) float32, and whether the file has each word (len(words),) bool.
 
-    A word that the file lacks has a vector of zeros. The file may be larger than memory. When a word occurs twice, its
-    first line counts. word2vec's files start with a line of two whole numbers, the number of words and the width.
-    Raises UserError for a file that cannot be read, has vectors of another width, or has none of the words.
+    A word that the file lacks has a vector of zeros. Of a word that occurs twice, the first line counts. The file may
+    be larger than memory. Raises UserError if it cannot be read, has vectors of another width, or none of the words.
     """
     rows = {word.encode(): row for row, word in enumerate(words)}
     vectors = np.zeros((len(words), width), np.float32)
     given = np.zeros(len(words), bool)
-    try:
-        with open_regular_file(path) as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
-                if len(line) == MAX_LINE_BYTES:
-                    raise UserError(f"model.word_vectors {path}: line {number} has {MAX_LINE_BYTES} bytes or more")
-                if number == 1 and _is_header(path, line.split(), width):
-                    continue
-                word, _, rest = line.partition(b" ")
-                row = rows.get(word)
-                if row is None or given[row]:
-                    continue
-                numbers = rest.split()
-                if len(numbers) <= width:  # a longer line is the entry of a phrase, and `word` is only its first word
-                    vectors[row] = _parse(path, number, numbers, width)
-                    given[row] = True
-    except OSError as error:
-        raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error
+    for number, line in enumerate(_lines(path), 1):
+        if number == 1 and _is_header(path, line.split(), width):
+            continue
+        word, _, rest = line.partition(b" ")
+        row = rows.get(word)
+        if row is None or given[row]:
+            continue
+        numbers = rest.split()
+        if len(numbers) <= width:  # a longer line is the entry of a phrase, and `word` is only its first word
+            vectors[row] = _parse(path, number, numbers, width)
+            given[row] = True
     if not given.any():
         remedy = f"give a text file of lines with a word and {width} numbers"
         raise UserError(f"model.word_vectors {path} has none of the vocabulary's {len(words)} words; {remedy}")
@@ -51,17 +44,27 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
 
 
 def check_word_vectors(path: Path, width: int) -> None:
-    """Raises UserError if the file's first line shows vectors of another width, or the file cannot be read."""
+    """Raises UserError if the file cannot be read, or if its first line shows vectors of another width."""
+    _is_header(path, next(_lines(path), b"").split(), width)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file. Raises UserError if it cannot be read or has too long a line."""
     try:
         with open_regular_file(path) as file:
-            line = file.readline(MAX_LINE_BYTES)
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+                if len(line) == MAX_LINE_BYTES:
+                    raise UserError(f"model.word_vectors {path}: line {number} has {MAX_LINE_BYTES} bytes or more")
+                yield line
     except OSError as error:
         raise UserError(f"model.word_vectors {path} cannot be read: {error.strerror or error}") from error
-    _is_header(path, line.split(), width)
 
 
 def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
-    """Whether the first line is word2vec's. Raises UserError when the line shows another width."""
+    """True if the first line is that of word2vec, with the number of words and the width.
+
+    Raises UserError if the line shows another width.
+    """
     is_header = len(parts) == 2 and all(part.isdigit() and len(part) <= MAX_DIGITS for part in parts)
     actual = int(parts[1]) if is_header else len(parts) - 1
     if actual != width:
@@ -85,7 +88,7 @@ def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.nd
 
 
 def describe_missing(words: Sequence[str], given: np.ndarray) -> str:
-    """A sentence: how many words have a vector, and which lack one. Special tokens never have one and are left out."""
+    """How many words have a vector, and which lack one. Special tokens do not count, because none has a vector."""
     missing = [word for word, has_vector in zip(words, given, strict=True) if not has_vector and word not in SPECIALS]
     listed = f"; drawn at random: {shorten(missing, MAX_LISTED)}" if missing else ""
     return f"{int(given.sum()):,} of {len(words) - len(SPECIALS):,} words have a given vector{listed}"

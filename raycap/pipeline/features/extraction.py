@@ -1,10 +1,10 @@
 """Extraction of features into the store, with Ray Data.
 
-CPU tasks read, decode and resize the images of a table of content keys and URIs. A pool of actors with the backbone
-computes features and writes shards. Actors return only keys and reasons, so features never enter Ray's object store.
+CPU tasks read, decode and resize the images. A pool of actors with the backbone computes features and writes shards.
+Actors return only keys and reasons, so that features never enter Ray's object store.
 
-For few images the same tasks also run the backbone. Ray reuses the process of a task, with the modules that it has
-imported, for the next extraction; the process of an actor ends with the actor.
+For few images, the tasks that decode also run the backbone. Ray keeps the process of a task for the next extraction, so
+that torch need not be imported again. The process of an actor would end with the actor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from raycap.pipeline.features.store import (
     has_shard,
     mark_complete,
     remove_orphans,
-    write_index,
     write_quarantine,
     write_shard,
 )
@@ -55,11 +54,11 @@ from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
-# One malloc arena per actor limits memory. It must be set before an actor starts, because Ray's threads create arenas.
+# One malloc arena per actor saves memory. It must be set before the actor starts, because Ray's threads create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-CALLS_PER_ACTOR = 2  # batches that an actor has at a time: one is computed, one is written
-MIN_BLOCKS = 8  # few images are divided into this many blocks of rows, which are decoded in parallel
-# Starts Ray. The value of the context is called whenever features of more images are stored.
+CALLS_PER_ACTOR = 2  # batches that an actor has at a time: it computes one while it writes the other
+MIN_BLOCKS = 8  # of rows, into which few images are divided to be decoded in parallel
+# Starts Ray. The context's value must be called whenever features of more images are stored, because it ends a stall.
 StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
@@ -89,7 +88,7 @@ def extract_features(
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
-    weights: the file of the backbone's weights; None without a backbone. start_ray, unreadable: see `extract`.
+    weights: the file of the backbone's weights; None for region features. start_ray, unreadable: see `extract`.
     transform: the one that a bundle records, in place of the backbone's.
     """
     if not config.has_backbone:
@@ -102,11 +101,11 @@ def extract_features(
 def hash_and_extract(
     config: RunConfig, weights: Callable[[], Path], start_ray: StartRay, transform: ImageTransform | None = None
 ) -> HashFiles:
-    """Returns the function that reads new files for `find_data`: an extraction on Ray if they are many, else threads.
+    """Returns the function that reads and hashes new files for `find_data`.
 
-    Threads also read the files if the configuration has `features.views`, whose keys contain the content keys. weights:
-    returns the file of the backbone's weights; it and start_ray (see `extract`) are only called for an extraction.
-    transform: see `extract_features`.
+    An extraction on Ray reads them if they are many, else threads. Threads always read them with `features.views`,
+    because the key of a view contains the content key. weights: returns the file of the backbone's weights; it and
+    start_ray (see `extract`) are only called for an extraction. transform: see `extract_features`.
     """
 
     def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
@@ -131,7 +130,7 @@ def _extractor(
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
     """The rows of an extraction: the images, and with `features.views` the views of training images.
 
-    If a split is also used without views, its training images are rows as well. With views, the result has only the
+    A training split that is also validated or tested on has rows of both kinds. With views, the result has only the
     columns key and uri.
     """
     views = config.features.training_views
@@ -159,9 +158,9 @@ def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -
 
 @dataclass(frozen=True)
 class Extractor:
-    """The settings that determine features: the backbone, the file with its weights, and the numeric settings.
+    """What determines features: the backbone, the file with its weights, and the numeric settings.
 
-    `settings.compute_dtype` must be a concrete dtype when features are described or computed (`extraction_precision`).
+    `settings.compute_dtype` must not be `auto` when features are described or computed (`extraction_precision`).
     """
 
     backbone: BackboneConfig
@@ -169,11 +168,11 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
-    recorded: ImageTransform | None = None  # by a bundle: another timm may have other statistics
+    recorded: ImageTransform | None = None  # by a bundle, because another timm may have other statistics
 
     @property
     def transform(self) -> ImageTransform:
-        """The transform that belongs to the backbone. It imports torch; tasks that decode images are sent the value."""
+        """The transform of the backbone's images. Reading it imports torch, so that decoding tasks get the value."""
         if self.recorded is not None:
             return self.recorded
         from raycap.models.encoders.backbone import image_transform
@@ -206,7 +205,7 @@ def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> P
         for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
         if row["key"]
         and not row["reason"].startswith(UNREADABLE)
-        # An image that was too large for another limit may be within `max_pixels`, so only this limit counts.
+        # An image that was too large for another limit may be within `max_pixels` now.
         and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
     }
     images = dataset.readable().table.select(["key", "uri"])
@@ -225,11 +224,11 @@ def extract(
     start_ray: StartRay,
     unreadable: dict[str, str] | None = None,
 ) -> tuple[StoragePath, dict[str, str]]:
-    """Computes the features that the store lacks, for every image of the data set, whose keys may be those of views.
+    """Computes the features that the store lacks. The data set's keys may be those of views.
 
-    Identical images are computed once. Returns the store's folder and {content key:
-    reason} of images that cannot be decoded. `quarantine.parquet` lists these images and those in `unreadable`, {URI:
-    reason} of images without a content key. `start_ray` is only called when an image is missing.
+    Identical images are computed once. Returns the store's folder, and {content key: reason} of images that cannot be
+    decoded. unreadable: {URI: reason} of images without a content key. `quarantine.parquet` lists the images of both.
+    `start_ray` is only called if an image is missing.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -252,7 +251,6 @@ def extract(
         logger.info(f"features    {done} {unit} in {seconds:.0f} s, {done / seconds:.0f} images/s")
         if done != count:
             raise RuntimeError(f"Ray Data returned {done} of {count} {unit}; run the extraction again")
-        write_index(folder)
     write_quarantine(folder, dataset, unusable, unreadable or {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
@@ -261,24 +259,23 @@ def extract(
 def hashing_extraction(
     uris: pa.Array, features: StoragePath | Path, extractor: Extractor, start_ray: StartRay
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes new files by an extraction (see `HashFiles`), which also stores the features of their images.
+    """Reads and hashes new files (see `HashFiles`), and stores the features of their images.
 
-    Each file is read once, on the cluster. An image that cannot be decoded has a content key and no features; the
-    extraction that follows finds it again and lists it in the quarantine. features, start_ray: see `extract`.
+    Each file is read once, on the cluster. An image that cannot be decoded gets a content key and no features. The
+    extraction that follows lists it in the quarantine. features, start_ray: see `extract`.
     """
     folder = storage_path(features) / feature_key(extractor.describe())
-    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))  # also those of an interrupted attempt
+    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))
     logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
     images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
     with start_ray() as progressed:
         for batch in compute(images, folder, extractor, known):
             yield HashedFiles.of_batch(batch)
             progressed()
-    write_index(folder)
 
 
 def _key_numbers(content_keys: Sequence[str]) -> np.ndarray:
-    """The first 64 bits of content keys: (len(content_keys),) uint64."""
+    """The first 64 bits of content keys, as numbers (len(content_keys),) uint64."""
     return np.array([int(key[:16], 16) for key in content_keys], np.uint64)
 
 
@@ -287,8 +284,8 @@ def compute(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: sorted numbers
-    (`_key_numbers`) of images that are not computed, for rows without keys; the processes of a node share them. Yields
+    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: the sorted
+    numbers (`_key_numbers`) of stored images, which are not computed again; needed only if rows have no keys. Yields
     the rows with the column reason as shards are finished. The reason is "" for an image whose features are stored.
     """
     import ray
@@ -297,7 +294,7 @@ def compute(
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised, too
     repeat_interrupted_tasks()
-    DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller ends a stall
     settings = extractor.settings
     arguments = {"folder": folder, "extractor": extractor}
     if known is not None and len(known):
@@ -317,7 +314,10 @@ def compute(
 
 
 def _computed(source: Any, extractor: Extractor, arguments: Values, uses_tasks: bool) -> Any:
-    """The Ray data set of what `ShardWriter` returns for the rows of another one. arguments: those of `ShardWriter`."""
+    """The Ray data set of the rows that `ShardWriter` returns. source: a Ray data set of images without pixels.
+
+    arguments: those of `ShardWriter`.
+    """
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
     settings = extractor.settings
@@ -357,17 +357,10 @@ def _decode_and_compute(batch: dict[str, np.ndarray], decoding: Values, **argume
     return _writer(**arguments)(decode_batch(batch, **decoding))
 
 
-@lru_cache(maxsize=1)
-def _writer(**arguments: Any) -> ShardWriter:
-    """The process's writer, which all tasks of an extraction share."""
-    return ShardWriter(**arguments)
-
-
 class ShardWriter:
     """Computes the features of a batch of images and writes them as one shard. Each process has one writer.
 
-    Several threads may call it. One thread computes for all of them, so that a shard is hashed and written while the
-    next one is computed.
+    Several threads may call it. One thread computes for all of them, while the others hash and write their shards.
     """
 
     def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
@@ -392,9 +385,9 @@ class ShardWriter:
         self.known = None if known is None else ray.get(known)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes the columns of `decode_batch`, whose reason is "" for a decoded image.
+        """Takes the columns of `decode_batch`, and returns them without the pixels.
 
-        Returns them without the pixels. Images whose features are not finite also have a reason now.
+        Images whose features are not finite have a reason afterwards.
         """
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
@@ -412,10 +405,7 @@ class ShardWriter:
         return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype; and (B,) True where finite.
-
-        Both are computed on the device (`FeatureComputer.batches`).
-        """
+        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype; and (B,) True where all are finite."""
         import torch
 
         computed = self.computer.batches(
@@ -424,3 +414,6 @@ class ShardWriter:
         )
         parts, finite = zip(*computed, strict=True)
         return np.concatenate(parts), np.concatenate(finite)
+
+
+_writer = lru_cache(maxsize=1)(ShardWriter)  # the process's writer, which all tasks of an extraction share

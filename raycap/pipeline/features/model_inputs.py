@@ -25,8 +25,6 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import (
-    MAX_BYTES,
-    ImageLocation,
     decode_image,
     is_remote_image,
     pixels_of,
@@ -45,7 +43,7 @@ NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
 class FeatureComputer:
     """A frozen backbone on a device, with the numeric settings of the feature store.
 
-    Equal pixels, weights and settings give equal bits on one kind of device, whoever computes.
+    On one kind of device, equal pixels, weights and settings give equal bits in every process.
     """
 
     def __init__(
@@ -68,13 +66,11 @@ class FeatureComputer:
         return torch.cat(self.batches(pixels, lambda features: features))
 
     def batches(self, pixels: Tensor, take: Callable[[Tensor], T]) -> list[T]:
-        """What `take` makes of the features (b, N, C) of each `settings.batch_size` images, in their order.
+        """Computes features in batches of `settings.batch_size` images. Returns what `take` makes of each batch.
 
-        pixels: (B, H, W, 3) uint8. The features are in the stored dtype on the device, and their memory can be used
-        again unless `take` keeps them. A value too large for the stored dtype is infinite.
-
-        Black images fill up the last batch: torch selects its kernels by the batch size, and an image must have the
-        same features in every batch.
+        pixels: (B, H, W, 3) uint8. `take` gets features (b, N, C) in the stored dtype, on the device; values too large
+        for this dtype are infinite. Black images fill up the last batch, because torch selects its kernels by the batch
+        size, and an image must have the same features in every batch.
         """
         size, taken = self.settings.batch_size, []
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -88,8 +84,8 @@ class FeatureComputer:
 class Images:
     """Model inputs of a data set's images: features from a store, or pixels from the image files.
 
-    Threads decode the images, because decoding and resizing release the interpreter's lock. Images on S3 are read in
-    parallel, and with a cache only once.
+    Threads decode the images, because decoding and resizing release the interpreter's lock. With a cache, each image on
+    S3 is downloaded once.
     """
 
     def __init__(
@@ -104,11 +100,12 @@ class Images:
     ) -> None:
         """source: the store of the features, or the transform of the pixels. Raises DamagedError for a missing feature.
 
-        threads: the number of threads that read and decode; images on S3 get at least NUM_REMOTE_THREADS. views: those
-        of training images, one of which a seed selects; from the image files it is a new one.
+        threads: how many read and decode; images on S3 get at least NUM_REMOTE_THREADS. views: those of training
+        images; a seed selects one that the store has, or makes a new one from the image file.
         """
         self.table, self.cache, self.views = dataset.table, cache, views
         self.image_ids = dataset.table["image_id"].to_numpy()
+        self.as_stored = False  # True: image files give the views that a store would have, in place of new ones
         self.max_pixels, self.options = max_pixels, options
         self.store = source if isinstance(source, FeatureStore) else None
         self.transform = source if isinstance(source, ImageTransform) else None
@@ -129,9 +126,9 @@ class Images:
         return str(self.table["uri"][int(row)].as_py())
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:
-        """The inputs of these rows as they are stored, which `on_device` converts to model inputs.
+        """The inputs of these rows as they are stored; `on_device` converts them to model inputs.
 
-        seeds: (len(rows),) uint64, which select the views of training images. From a store, the tokens are features
+        seeds: (len(rows),) uint64; each selects a view of a training image. From a store, the tokens are features
         (len(rows), N, C) in the stored dtype; regions also have lengths and boxes. From image files, the tokens are
         resized pixels (len(rows), H, W, 3) uint8.
         """
@@ -144,29 +141,18 @@ class Images:
         regions = self.store.regions_at(positions)
         return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
-    def _view_seed(self, key: str, seed: int | None) -> int | None:
-        """The seed of the random version of an image with a content key; None for the image as it is."""
-        return None if self.views is None else seed
-
     def _pixels(self, row: int, seed: int | None) -> Tensor:
         """The pixels (H, W, 3) uint8 of one image."""
         assert self.transform is not None
-        image, key = ImageLocation.parse(self.uri(row), self.options), self.table["key"][int(row)].as_py()
-        if self.cache is not None and image.is_remote and key:
-            data = self.cache.read(image, key, MAX_BYTES)
-        else:
-            data = read_image_file(StoragePath(self.uri(row), self.options), key)
+        key = self.table["key"][int(row)].as_py()
+        data = read_image_file(StoragePath(self.uri(row), self.options), key, self.cache)
         augmentation = Augmentation() if self.views is None else self.views.augmentation
+        if self.views is None:
+            seed = None
+        elif self.as_stored and seed is not None:
+            seed = seed_of_key(f"{key}{self.views.suffixes[seed % self.views.count]}")
         decoded = decode_image(data, self.max_pixels)
-        return torch.from_numpy(pixels_of(decoded, self.transform, augmentation, self._view_seed(key, seed)).copy())
-
-
-class StoredViews(Images):
-    """Training images as pixels of the views that a store would have, of which a seed selects one."""
-
-    def _view_seed(self, key: str, seed: int | None) -> int | None:
-        assert self.views is not None and seed is not None
-        return seed_of_key(f"{key}{self.views.suffixes[seed % self.views.count]}")
+        return torch.from_numpy(pixels_of(decoded, self.transform, augmentation, seed).copy())
 
 
 def model_inputs(
@@ -174,14 +160,14 @@ def model_inputs(
 ) -> Images:
     """The model inputs of some images of a run: stored features, or pixels when `store` is None.
 
-    views: those of training images; None for the images as they are. as_stored: the pixels are of the views that a
-    store would have, in place of new ones.
+    views: those of training images; None for the images as they are. as_stored: see `Images`.
     """
     source = image_transform(config.backbone) if store is None else store
     options, threads = config.storage.options, config.workers.num_decode_threads
-    kind = StoredViews if views is not None and as_stored else Images
     cache = image_cache(config.features.cache_bytes)
-    return kind(part, source, config.data.max_pixels, threads, options, cache, views)
+    images = Images(part, source, config.data.max_pixels, threads, options, cache, views)
+    images.as_stored = as_stored
+    return images
 
 
 def on_device(
@@ -190,11 +176,11 @@ def on_device(
     dtype: torch.dtype = torch.float32,
     transform: ImageTransform | None = None,
 ) -> Features:
-    """Model inputs of type `dtype` on `device` from the inputs of `Images.load`; pixels need its transform.
+    """The inputs of `Images.load` as model inputs of type `dtype` on `device`.
 
-    The inputs are copied as they are stored, which is half the bytes for float16 features and a quarter for pixels, and
-    converted on the device. From pinned memory the copy does not wait for the device. Pixels become normalized images
-    (B, 3, H, W).
+    The inputs are copied first and converted on the device, because float16 features have half the bytes of float32,
+    and pixels a quarter. From pinned memory the copy does not wait for the device. Pixels become normalized images
+    (B, 3, H, W), for which `transform` must be given.
     """
     moved = map_tensors(features, lambda tensor: tensor.to(device, non_blocking=True))
     tokens = moved.tokens

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 
 # keys of a backbone that change no feature's time
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
-NOT_A_SEARCH_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")  # of a model, likewise
-# The measured search for captions, with a vocabulary of about COCO's size and a detector's usual width
+# keys of a model that change no search's time
+NOT_A_SEARCH_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")
+# The measured search for captions has a vocabulary of about COCO's size and regions of a detector's usual width.
 STEPS, VOCABULARY_SIZE, REGION_WIDTH = 6, 10_000, 2048
 CPU_IMAGES, GPU_IMAGES = 8, 64
 
@@ -37,7 +38,7 @@ CPU_IMAGES, GPU_IMAGES = 8, 64
 def decided_precision(
     work: Mapping[str, object], folder: StoragePath, measure: Callable[[], PrecisionTimes], *, label: str, measured: str
 ) -> str:
-    """float32 or bfloat16: the storage's decision for this kind of work, which the first caller makes by `measure`.
+    """float32 or bfloat16: what the storage has decided for a kind of work. The first caller decides, by `measure`.
 
     work: plain values that differ between kinds of work. folder: where the storage keeps its decisions. label: the name
     of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same time, the
@@ -61,7 +62,10 @@ def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
 
 
 def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[str | None, str | None]:
-    """The storage's decision for this kind of work and the tag of its record; None for what is missing or damaged."""
+    """The storage's decision for a kind of work and the tag of its record.
+
+    The decision is None if the record is missing or damaged. The tag is None if it is missing.
+    """
     record = _record(work, folder)
     try:
         content, tag = record.read_tagged()
@@ -75,35 +79,43 @@ def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[str | No
     return None, tag
 
 
+def _measured_on_ray(
+    measure: Callable[..., PrecisionTimes], options: Mapping[str, object], *arguments: object
+) -> PrecisionTimes:
+    """What a function measures in a Ray task with these options."""
+    import ray
+
+    with one_sentence("the measurement of precisions"):
+        times: PrecisionTimes = ray.get(ray.remote(measure).options(**options).remote(*arguments))
+        return times
+
+
 def extraction_precision(
     backbone: BackboneConfig,
     settings: FeatureSection,
     folder: StoragePath,
     start: Callable[[], AbstractContextManager[object]],
 ) -> str:
-    """float32 or bfloat16: the one that `settings` names, or for `auto` the faster one.
+    """The precision of an extraction, float32 or bfloat16. For `auto` it is the faster one.
 
-    folder: where the storage keeps the decision for each backbone and kind of device, so that all of its features have
-    one precision, whichever machine computes them. The first extraction measures for some seconds, in a Ray task with
-    the resources of an actor.
+    folder: where the storage keeps the decision for each backbone and kind of device. All features in a storage thus
+    have one precision, whichever machine computes them. The first extraction measures for some seconds, in a Ray task
+    with the resources of an actor.
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
 
     def measure() -> PrecisionTimes:
-        import ray
-
-        with start(), one_sentence("the measurement of precisions"):
-            task = ray.remote(measure_extraction).options(num_cpus=ACTOR_CPUS, num_gpus=settings.gpus_per_actor)
-            times: PrecisionTimes = ray.get(task.remote(backbone, settings))
-            return times
+        options = {"num_cpus": ACTOR_CPUS, "num_gpus": settings.gpus_per_actor}
+        with start():
+            return _measured_on_ray(measure_extraction, options, backbone, settings)
 
     text = f"one block of each stage of {backbone.name}"
     return decided_precision(_work(backbone, settings), folder, measure, label="features", measured=text)
 
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
-    """The result of `extraction_precision`, or None for `auto` before the first extraction of the storage."""
+    """What `extraction_precision` would return; None if it would have to measure first."""
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
     return _recorded(_work(backbone, settings), folder)[0]
@@ -115,9 +127,10 @@ def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
-    """Seconds per image of a backbone with one block in each stage, whose shapes are those of the whole backbone.
+    """Seconds per image of a backbone in each precision. A CPU computes one image at a time, and a GPU a batch.
 
-    A backbone whose depths are fixed is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
+    Only one block of each stage is measured, which shows the faster precision sooner. A backbone with fixed depths is
+    measured as a whole.
     """
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1
@@ -136,11 +149,11 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
 
 def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
-    """The configuration with the precision that its searches for captions have, where `evaluation.precision` is `auto`.
+    """The configuration, in which `evaluation.precision` is replaced if it is `auto`: by the faster precision.
 
-    The storage keeps the decision for each model and backbone section and kind of device. The first command measures on
-    the Ray at `address`, in a task with a worker's resources, which takes some seconds. The measured search reads
-    features, also where a bundle contains a backbone.
+    The storage keeps the decision for each model, backbone and kind of device. The first command measures on the Ray at
+    `address`, in a task with a worker's resources, for some seconds. The measured search reads features, even if a
+    bundle contains a backbone.
     """
     if config.evaluation.precision != "auto":
         return config
@@ -153,14 +166,9 @@ def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
     }
 
     def measure() -> PrecisionTimes:
-        import ray
-
-        what = "the measurement of precisions"
         start_ray(config, address, "captions")
-        with StallWatch(what, workers), one_sentence(what):
-            task = ray.remote(measure_search).options(**workers.task_options)
-            times: PrecisionTimes = ray.get(task.remote(config.without_tracker()))
-            return times
+        with StallWatch("the measurement of precisions", workers):
+            return _measured_on_ray(measure_search, workers.task_options, config.without_tracker())
 
     place, text = config.storage_place / "precision", f"captions of {STEPS} words, without the backbone"
     precision = decided_precision(work, place, measure, label="captions", measured=text)

@@ -1,12 +1,12 @@
 """Imports a detector's region features (`features.hdf5`), which replace a backbone's, into the feature store.
 
 The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer: `<image_id>_features` (regions, C) and
-`<image_id>_boxes` (regions, 4). Rows are padded with zeros to `features.max_regions`; the store has the length and the
-boxes of each row. An image's content key contains its id instead of a hash, because the image files need not exist.
+`<image_id>_boxes` (regions, 4). In the store, rows are filled up with zeros to `features.max_regions`. An image's
+content key contains its id instead of a hash, because the image files need not exist.
 
-The file must be self-contained: data sets that are virtual, or whose values are in another file, are refused, because
-they would read any file of the user. An image whose data sets are damaged or too large is quarantined. Data sets may
-be compressed with gzip. libhdf5 decompresses a chunk to the end of its stream, so the stream is measured first.
+The file must contain all values itself, because a data set in another file could be any file of the user. An image
+whose data sets are damaged or too large is quarantined. Data sets may be compressed with gzip. Each compressed chunk is
+measured before it is read, because libhdf5 decompresses it to the end of its stream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from raycap.pipeline.features.store import (
     feature_key,
     mark_complete,
     remove_orphans,
-    write_index,
     write_quarantine,
     write_shard,
 )
@@ -54,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
-    """The number C of values per region in the file, taken from the first image of the data set that it contains.
+    """The number C of values per region, of the first image of the data set that the file contains.
 
-    Raises UserError when the file has no image of the data set, or lacks boxes that the model needs.
+    Raises UserError if the file has no image of the data set, and as `_check_images`.
     """
     reason = ""
     with open_regions(region_file(config)) as file:
@@ -72,7 +71,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{content key: reason} of images without features. No value is read. Raises UserError as `_check_images`."""
+    """{content key: reason} of images without usable features. Raises UserError as `_check_images`."""
     image_ids = dataset.column("image_id")
     with open_regions(region_file(config)) as file:
         reasons = _check_images(file, image_ids, config)
@@ -81,10 +80,10 @@ def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
-    """Imports those features of the data set's images that the store lacks. The images' content keys contain their ids.
+    """Imports the features that the store lacks. The images' content keys contain their ids.
 
-    Returns the store's folder and {content key: reason} of images without usable features. Raises UserError when the
-    file is missing or not HDF5, when widths differ, and as `_check_images`. Needs memory for one shard at a time.
+    Returns the store's folder, and {content key: reason} of images without usable features. Raises UserError if the
+    file is missing or not HDF5, if widths differ, and as `_check_images`. Needs memory for one shard.
     """
     settings, description = config.features, describe_regions(config)
     folder = config.storage_place / "features" / feature_key(description)
@@ -96,22 +95,20 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     width = feature_width(dataset, config)
     unusable: dict[str, str] = {}
     with open_regions(region_file(config)) as file:
-        # another model may have made the store, without need of boxes
+        # stored images are checked again, because another model may have stored them without boxes
         checked = dataset.table if config.model.needs_boxes else missing
         _check_images(file, checked["image_id"].to_pylist(), config)
         row_bytes = settings.max_regions * width * np.dtype(settings.stored_dtype).itemsize
         rows_per_shard = max(1, min(settings.rows_per_shard, MAX_SHARD_BYTES // row_bytes))
         for start in range(0, len(missing), rows_per_shard):
             unusable |= _import_shard(file, missing.slice(start, rows_per_shard), width, folder, config)
-    if len(missing):
-        write_index(folder)
     write_quarantine(folder, dataset, unusable, {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
 
 
 def describe_regions(config: RunConfig) -> Values:
-    """What decides the stored features of an image id: the file, and how it is read. A store is named by it."""
+    """What decides the stored features: the file, and how it is read. The store's name is a hash of it."""
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
     return description | {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
@@ -130,7 +127,7 @@ def region_file(config: RunConfig) -> Path:
 def _check_images(file: h5py.File, image_ids: Sequence[int], config: RunConfig) -> dict[int, str]:
     """{image id: reason} of images without usable features.
 
-    Raises UserError if the model needs boxes and another image has none, or if one has more regions than
+    Raises UserError if a usable image has no boxes and the model needs them, or if it has more regions than
     `features.max_regions` and may not be truncated.
     """
     reasons, limit = {}, config.features.max_regions
@@ -171,24 +168,20 @@ def _import_shard(
     if not images:
         return unusable
     padded = np.zeros((len(images), settings.max_regions, width), settings.stored_dtype)
-    boxes = np.zeros((len(images), settings.max_regions, 4), np.float32)
-    for row, (key, (features, corners)) in enumerate(images.items()):
+    for row, (key, (features, _)) in enumerate(images.items()):
         if features.shape[1] != width:
             raise UserError(
                 f"features.hdf5: {settings.hdf5} holds features of different widths: {width} of the first image, "
                 f"{features.shape[1]} of image {key.removeprefix('id-')}"
             )
         padded[row, : len(features)] = features
-        if corners is not None:
-            boxes[row, : len(features)] = corners
     lengths = [len(features) for features, _ in images.values()]
-    has_boxes = any(corners is not None for _, corners in images.values())
-    write_shard(folder, list(images), padded, lengths, boxes if has_boxes else None)
+    write_shard(folder, list(images), padded, lengths, [boxes for _, boxes in images.values()])
     return unusable
 
 
 def ends_digest(path: Path) -> str:
-    """A digest of a file's size and of its first and last bytes. Reading hundreds of gigabytes would take too long."""
+    """A digest of a file's size and of its first and last bytes, because the file may have hundreds of gigabytes."""
     _require_file(path)
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -253,9 +246,8 @@ def _features_of(file: h5py.File, image_id: int) -> Any:
 
 
 def _find(file: h5py.File, name: str) -> Any:
-    """The data set of this name; None if there is none. Raises ValueError unless it is sound and in this file."""
+    """The data set of this name; None if there is none. Raises ValueError if it is damaged, or not in this file."""
     import h5py
-    from h5py import h5z
 
     link = _link(file, name)
     if link is None:
@@ -264,34 +256,44 @@ def _find(file: h5py.File, name: str) -> Any:
         raise ValueError(f"{name} is a link to {printable(link.path)}; the file must contain the values itself")
     try:
         stored = file[name]
-        is_data_set = isinstance(stored, h5py.Dataset) and stored.shape is not None
-        if is_data_set:
-            is_elsewhere = stored.is_virtual or stored.external
-            chunks = stored.chunks or [max(1, side) for side in stored.shape]
-            num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
-            num_bytes = num_chunks * math.prod(chunks) * stored.dtype.itemsize
-            num_written = num_bytes // stored.dtype.itemsize * stored.id.get_type().get_size()  # without compression
-            num_stored = stored.id.get_storage_size()  # compressed
-            filters = _filters(stored)
+        problem = _problem_of(stored)
     except Exception as error:  # damaged files raise OSError, RuntimeError, KeyError, TypeError and others
         raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
-    if not is_data_set:
-        raise ValueError(f"{name} is no data set with values")
-    if is_elsewhere:
-        raise ValueError(f"{name} has its values in another file; the file must contain them itself")
-    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
-        raise ValueError(f"{name} has the HDF5 filters {filters}; write it with gzip compression or without")
-    if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
-        raise ValueError(f"{name} has {max(num_bytes, num_stored)} bytes, more than an image's features need")
-    if num_chunks > _MAX_CHUNKS:
-        raise ValueError(f"{name} has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones")
-    if num_stored < (min(1, num_bytes) if h5z.FILTER_DEFLATE in filters else num_written):
-        raise ValueError(f"{name} has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values")
+    if problem:
+        raise ValueError(f"{name} {problem}")
     return stored
 
 
+def _problem_of(stored: Any) -> str:
+    """Why the values of an object in an HDF5 file must not be read; "" if they may be. None of them is read."""
+    import h5py
+    from h5py import h5z
+
+    if not isinstance(stored, h5py.Dataset) or stored.shape is None:
+        return "is no data set with values"
+    if stored.is_virtual or stored.external:
+        return "has its values in another file; the file must contain them itself"
+    filters = _filters(stored)
+    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
+        return f"has the HDF5 filters {filters}; write it with gzip compression or without"
+    chunks = stored.chunks or [max(1, side) for side in stored.shape]
+    num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
+    num_values = num_chunks * math.prod(chunks)
+    num_bytes = num_values * stored.dtype.itemsize
+    num_stored = stored.id.get_storage_size()
+    if num_bytes > _MAX_IMAGE_BYTES or num_stored > 2 * num_bytes + 2**16:
+        return f"has {max(num_bytes, num_stored)} bytes, more than an image's features need"
+    if num_chunks > _MAX_CHUNKS:
+        return f"has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones"
+    is_compressed = h5z.FILTER_DEFLATE in filters
+    least = min(1, num_bytes) if is_compressed else num_values * stored.id.get_type().get_size()
+    if num_stored < least:
+        return f"has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values"
+    return ""
+
+
 def _link(file: h5py.File, name: str) -> Any:
-    """The link of this name, which is not followed; None if there is none. Raises UserError for a damaged file."""
+    """The link of this name, without following it; None if there is none. Raises UserError for a damaged file."""
     try:
         return file.get(name, getlink=True)
     except Exception as error:
@@ -318,7 +320,7 @@ def _filters(stored: Any) -> list[int]:
 
 
 def _require_true_size(stored: Any, max_regions: int) -> None:
-    """Raises ValueError if a compressed chunk with any of the first rows decompresses to more than a chunk has."""
+    """Raises ValueError if a compressed chunk of the first rows decompresses to more than its stated size."""
     from h5py import h5z
 
     filters, chunks = _filters(stored), list[Any]()

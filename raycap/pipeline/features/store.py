@@ -1,17 +1,14 @@
 """The feature store: files of features, called shards, in which content keys name the images.
 
     features/<feature_key>/shards/<name>.npy        (rows, N, C), one dtype
-                           shards/<name>.boxes.npy  (rows, N, 4) float32, only for regions
-                           manifest/<name>.parquet  key, shard, row, digests, length; written after the shard
-                           index.parquet            manifests of many shards, to open a large store faster
+                           manifest/<name>.parquet  a row of MANIFEST per image; written after the shard
                            quarantine.parquet       images without features, with the reason
                            COMPLETE                 JSON: number of rows, and the description of the extraction
 
-Readers ignore a shard without a manifest, because its writer died. A later extraction removes the shard.
-A shard's name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file.
-The folder is local or on S3. Remote shards are copied to a local cache of limited size. A shard is compared with its
-digest at its first use on a machine. The manifest of a damaged shard is removed, so that the next extraction computes
-its features again.
+Readers ignore a shard without a manifest, because its writer died. A later extraction removes it. A shard's name is a
+hash of its content keys, so that a repeated task or a concurrent extraction writes the same file. The folder is local
+or on S3. Remote shards are copied to a local cache of limited size. A machine compares a shard with its digest when it
+first uses it. The manifest of a damaged shard is removed, so that the next extraction computes its features again.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.storage.cache import ChangedError, ShardCache, shard_cache
+from raycap.pipeline.storage.cache import ChangedError, shard_cache
 from raycap.pipeline.storage.digests import has_digest
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.tables import read_cache, write_table
@@ -56,15 +53,13 @@ MANIFEST = pa.schema(
         ("sha256", pa.string()),  # digest of the shard file
         ("bytes", pa.int64()),  # size of the shard file
         ("length", pa.int32()),  # number of regions in the row; null for grids, where every token counts
-        ("boxes_sha256", pa.string()),  # digest of the file of boxes; null without boxes
+        ("boxes", pa.list_(pa.float32())),  # x0 y0 x1 y1 of each region; null for grids and for regions without boxes
     ]
 )
 MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
 NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
-INDEX = "index.parquet"  # the file of a store with the manifests of many shards
 _HEADER_BYTES = 256  # more than the header of an .npy file with an array of three dimensions
-MAX_LOOSE = 16  # manifests that the index may lack after an extraction
-_NUM_READS = 32  # manifests that are read at the same time
+_NUM_MANIFESTS = 32  # that are read at the same time
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +80,7 @@ def manifest_path(folder: StoragePath, shard: str) -> StoragePath:
 
 
 def has_shard(folder: StoragePath | Path, content_keys: Sequence[str]) -> bool:
-    """Whether a shard of exactly these images exists, so that a repeated task need not compute it again."""
+    """True if there is a shard of exactly these images; a repeated task need not compute it again."""
     return manifest_path(storage_path(folder), shard_name(content_keys)).exists()
 
 
@@ -94,19 +89,14 @@ def write_shard(
     content_keys: Sequence[str],
     features: np.ndarray,
     lengths: Sequence[int] | None = None,
-    boxes: np.ndarray | None = None,
+    boxes: Sequence[np.ndarray | None] | None = None,
 ) -> None:
     """Writes a shard of `features` (rows, N, C) for the images with these content keys, then the shard's manifest.
 
-    lengths (rows,), boxes (rows, N, 4): only for regions.
+    Only for regions: lengths (rows,), and for each image its boxes (R, 4) or None.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
-    files = {f"shards/{name}.npy": features}
-    if boxes is not None:
-        files[f"shards/{name}.boxes.npy"] = boxes.astype(np.float32)
-    with ThreadPoolExecutor(len(files)) as pool:  # uploads at the same time
-        written = list(pool.map(_write_array, [root / file for file in files], files.values()))
-    (size, digest), boxes_digest = written[0], written[1][1] if boxes is not None else None
+    size, digest = _write_array(root / f"shards/{name}.npy", features)
     rows = {
         "key": list(content_keys),
         "shard": [name] * count,
@@ -114,7 +104,7 @@ def write_shard(
         "sha256": [digest] * count,
         "bytes": [size] * count,
         "length": [None] * count if lengths is None else lengths,
-        "boxes_sha256": [boxes_digest] * count,
+        "boxes": [None if each is None else each.ravel() for each in boxes or [None] * count],
     }
     write_table(manifest_path(root, name), pa.table(rows, schema=MANIFEST))
 
@@ -128,47 +118,28 @@ def _write_array(path: StoragePath, array: np.ndarray) -> tuple[int, str]:
     return len(data), hashlib.sha256(data).hexdigest()
 
 
-def _read_manifests(folder: StoragePath) -> tuple[pa.Table, list[str]]:
-    """The manifest rows of all images in a store, and the shards that its index lacks.
+def _read_manifests(folder: StoragePath) -> pa.Table:
+    """The manifest rows of all images in a store.
 
-    The index is a cache: its rows of shards without a manifest do not count. A manifest that is damaged, or that
-    another process removes meanwhile, counts as missing.
+    A manifest that is damaged, or that another process removes meanwhile, counts as missing.
     """
-    names = (folder / "manifest").list()
-    shards = {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
-    index = read_cache(folder / INDEX, MANIFEST)
-    index = index.filter(pc.is_in(index["shard"], value_set=pa.array(list(shards), pa.string())))
-    loose = sorted(shards.difference(pc.unique(index["shard"]).to_pylist()))
-    with ThreadPoolExecutor(_NUM_READS) as pool:
-        tables = pool.map(lambda shard: read_cache(manifest_path(folder, shard), MANIFEST), loose)
-        return pa.concat_tables([index, *tables]).combine_chunks(), loose
-
-
-def write_index(folder: StoragePath) -> None:
-    """Writes all manifests to the index if it lacks many."""
-    rows, loose = _read_manifests(folder)
-    if len(loose) > MAX_LOOSE:
-        write_table(folder / INDEX, rows)
+    names = sorted(name for name in (folder / "manifest").list() if name.endswith(".parquet"))
+    with ThreadPoolExecutor(_NUM_MANIFESTS) as pool:
+        tables = pool.map(lambda name: read_cache(folder / "manifest" / name, MANIFEST), names)
+        return pa.concat_tables([MANIFEST.empty_table(), *tables]).combine_chunks()
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The manifest's columns about a shard: its name, the digest and size of its file, the digest of its boxes."""
+    """The manifest's columns about a shard: its name, and the digest and size of its file."""
 
     shard: str
     sha256: str
     bytes: int
-    boxes_sha256: str | None
-
-
-def remove_manifest(store: StoragePath, shard: str) -> None:
-    """Removes a shard's manifest, and the index: it would hide the manifest of a new shard with the same images."""
-    (store / f"manifest/{shard}.parquet").delete()
-    (store / INDEX).delete()
 
 
 class _Shard:
-    """One open shard. A local shard has a memory map; of a remote shard, `map` is None and rows are read in ranges."""
+    """One open shard. A local shard has a memory map. A remote one has none, and its rows are read in ranges."""
 
     def __init__(self, path: StoragePath, local: Path | None) -> None:
         self.path, self.map = path, None
@@ -199,145 +170,11 @@ class _Shard:
         return flat.reshape(self.shape[1:])
 
 
-class ShardMaps:
-    """The shards of a store. A shard is opened at first use; beyond MAX_OPEN the least recently used one is closed."""
-
-    def __init__(self, folder: StoragePath, infos: Sequence[ShardInfo], cache: ShardCache | None) -> None:
-        """cache: of a remote store. A shard is copied there at its first use.
-
-        The shards beyond the cache's limit would evict others, so they are read in ranges.
-        """
-        self.folder, self.infos, self.cache = folder, infos, cache
-        if cache is not None:
-            self._fits = np.cumsum([info.bytes for info in infos]) <= cache.limit
-        self._lock = threading.RLock()  # training prefetches in a thread while it validates
-        self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
-        self._boxes: dict[int, np.ndarray] = {}
-        self._whole: set[int] = set()  # the local shards that were compared with their digests
-
-    def damage(self, info: ShardInfo, *, again: bool = False) -> str:
-        """A sentence about the damage of a shard; "" for a whole one.
-
-        Its files are compared with their digests, a local one only once per machine unless `again` is true.
-        """
-        digests = {f"{info.shard}.npy": info.sha256}
-        if info.boxes_sha256:
-            digests[f"{info.shard}.boxes.npy"] = info.boxes_sha256
-        for name, digest in digests.items():
-            file = self.folder / name
-            try:
-                if again or file.is_remote:
-                    is_whole = hashlib.sha256(file.read_bytes()).hexdigest() == digest
-                else:
-                    is_whole = has_digest(file.path, digest)
-            except FileNotFoundError:
-                return f"{file} is missing"
-            if not is_whole:
-                return f"{file} does not have the digest in its manifest"
-        return ""
-
-    def read(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The rows (len(rows), N, C): item i is row `rows[i]` of shard number `shards[i]`."""
-        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row: the order on disk
-        if not order:
-            return np.empty((0, 0, 0), np.float16)
-        shard_numbers, row_numbers = shards.tolist(), rows.tolist()
-        with self._lock:
-            new = sorted(set(shard_numbers) - self._open.keys())
-        if len(new) > 1 and (self.cache is not None or not self._whole.issuperset(new)):  # copies or checks several
-            with ThreadPoolExecutor(NUM_COPIES) as pool:
-                list(pool.map(self._local_file, new))
-        first = self.shard(shard_numbers[order[0]])
-        result = np.empty((len(rows), *first.shape[1:]), first.dtype)
-        for index in order:
-            self.shard(shard_numbers[index]).prefetch(row_numbers[index])
-
-        def copy_row(index: int) -> None:
-            shard = self.shard(shard_numbers[index])
-            with self._damage_rejected(shard_numbers[index]):
-                result[index] = shard.row(row_numbers[index])
-
-        remote = []
-        for index in order:
-            if self.shard(shard_numbers[index]).map is None:
-                remote.append(index)
-            else:
-                copy_row(index)
-        if remote:
-            with ThreadPoolExecutor(NUM_READS) as pool:
-                list(pool.map(copy_row, remote))
-        return result
-
-    def read_boxes(self, shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The boxes (len(rows), N, 4) float32: item i is row `rows[i]` of shard number `shards[i]`."""
-        return np.stack([self._boxes_of(shard)[row] for shard, row in zip(shards.tolist(), rows, strict=True)])
-
-    def shard(self, number: int) -> _Shard:
-        """The open shard with this number. Opening it may close another one. Several threads may ask."""
-        with self._lock:
-            if number in self._open:
-                self._open.move_to_end(number)
-            else:
-                path = self.folder / f"{self.infos[number].shard}.npy"
-                local = self._local_file(number)
-                with self._damage_rejected(number):
-                    self._open[number] = _Shard(path, local)
-                if len(self._open) > MAX_OPEN:
-                    self._open.popitem(last=False)  # unmapped once no array refers to it
-            return self._open[number]
-
-    def _local_file(self, number: int) -> Path | None:
-        """The local file of a shard; None for a remote one that is not in the cache."""
-        info = self.infos[number]
-        path = self.folder / f"{info.shard}.npy"
-        if self.cache is None:
-            if number not in self._whole:
-                if damage := self.damage(info):
-                    raise self._reject(info, damage)
-                self._whole.add(number)
-            return path.path
-        try:
-            return self.cache.get(path, info.bytes, info.sha256) if self._fits[number] else None
-        except (FileNotFoundError, ChangedError) as error:
-            raise self._reject(info, str(error)) from error
-
-    @contextmanager
-    def _damage_rejected(self, number: int) -> Iterator[None]:
-        """Rejects a shard if the context finds that one of its files is missing or cut."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
-                raise
-            info = self.infos[number]
-            raise self._reject(info, f"{self.folder / info.shard}: {one_line(error)}") from error
-
-    def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
-        """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
-        with suppress(OSError):  # a storage that cannot be written
-            remove_manifest(StoragePath(self.folder.uri.removesuffix("/shards"), self.folder.options), info.shard)
-        return DamagedError(f"{damage}; the same command computes its features again")
-
-    def _boxes_of(self, number: int) -> np.ndarray:
-        """The boxes of a shard; zeros where it has none, because a detector's file may lack those of some images."""
-        if number not in self._boxes:
-            info = self.infos[number]
-            if info.boxes_sha256:
-                with self._damage_rejected(number):
-                    data = (self.folder / f"{info.shard}.boxes.npy").read_bytes()
-                if hashlib.sha256(data).hexdigest() != info.boxes_sha256:
-                    raise self._reject(info, f"{self.folder / info.shard}.boxes.npy does not have its digest")
-                self._boxes[number] = np.load(io.BytesIO(data), allow_pickle=False)
-            else:
-                num_rows, num_regions = self.shard(number).shape[:2]
-                self._boxes[number] = np.zeros((num_rows, num_regions, 4), np.float32)
-        return self._boxes[number]
-
-
 class FeatureStore:
     """Reads the features of a store. Rows that are written after it is opened are not visible.
 
-    Opening reads the index and the manifests that the index lacks. Shards are opened at first use.
+    Opening reads the manifests. A shard is opened, and copied to the cache if it is remote, at its first use. Beyond
+    MAX_OPEN shards, the least recently used one is closed.
     """
 
     def __init__(
@@ -346,20 +183,25 @@ class FeatureStore:
         cache: Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        """cache: the folder for copies of remote shards. cache_bytes: its limit; None: half of the free space."""
+        """cache: the folder for copies of remote shards. cache_bytes: its size; None for half of the free space."""
         self.folder = storage_path(folder)
-        rows, _ = _read_manifests(self.folder)
+        rows = _read_manifests(self.folder)
         self.keys = rows["key"]
         shards = rows["shard"].combine_chunks().dictionary_encode()
         firsts = np.unique(shards.indices.to_numpy(), return_index=True)[1]
-        columns = rows.select(["shard", "sha256", "bytes", "boxes_sha256"]).take(firsts)
+        columns = rows.select(["shard", "sha256", "bytes"]).take(firsts)
         self.shards = [ShardInfo(**row) for row in columns.to_pylist()]
-        # of each image: the number of its shard in `shards`, its row there, and its number of regions or -1
+        # For each image: the number of its shard in `shards`, its row there, and its number of regions (-1 for grids).
         self._shard, self._row = shards.indices.to_numpy(), rows["row"].to_numpy()
         self._length: np.ndarray = pc.fill_null(rows["length"], -1).to_numpy()
-        self._has_regions = bool((self._length >= 0).any())  # asked once here, as batches call `regions_at`
-        local = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
-        self._maps = ShardMaps(self.folder / "shards", self.shards, local)
+        self._has_regions = bool((self._length >= 0).any())  # asked once here, because batches call `regions_at`
+        self._boxes = rows["boxes"] if rows["boxes"].null_count < len(rows) else None
+        self._cache = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
+        if self._cache is not None:  # other shards would evict these from the cache; their rows are read in ranges
+            self._fits = np.cumsum([info.bytes for info in self.shards]) <= self._cache.limit
+        self._lock = threading.RLock()  # training prefetches in a thread while it validates
+        self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
+        self._whole: set[int] = set()  # the local shards that were compared with their digests
 
     def __len__(self) -> int:
         """Number of images in the store."""
@@ -382,26 +224,124 @@ class FeatureStore:
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
         """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
-        return self._maps.read(self._shard[positions], self._row[positions])
+        shards, rows = self._shard[positions].tolist(), self._row[positions].tolist()
+        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row: the order on disk
+        if not order:
+            return np.empty((0, 0, 0), np.float16)
+        with self._lock:
+            new = sorted(set(shards) - self._open.keys())
+        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):  # copies or checks several
+            with ThreadPoolExecutor(NUM_COPIES) as pool:
+                list(pool.map(self._local_file, new))
+        first = self._opened(shards[order[0]])
+        result = np.empty((len(rows), *first.shape[1:]), first.dtype)
+        for index in order:
+            self._opened(shards[index]).prefetch(rows[index])
+
+        def copy_row(index: int) -> None:
+            shard = self._opened(shards[index])
+            with self._damage_rejected(shards[index]):
+                result[index] = shard.row(rows[index])
+
+        remote = []
+        for index in order:
+            if self._opened(shards[index]).map is None:
+                remote.append(index)
+            else:
+                copy_row(index)
+        if remote:
+            with ThreadPoolExecutor(NUM_READS) as pool:
+                list(pool.map(copy_row, remote))
+        return result
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) float32 of regions.
 
-        Both are None for grids. The boxes are also None when the detector's file had none.
+        Both are None for grids. The boxes are also None when the detector's file had none. An image without boxes gets
+        zeros, and so do the regions that fill an image up.
         """
         if not self._has_regions:
             return None, None
         lengths = self._length[positions].astype(np.int64)
-        if not any(self.shards[shard].boxes_sha256 for shard in np.unique(self._shard[positions])):
+        if self._boxes is None or not len(positions):
             return lengths, None
-        return lengths, self._maps.read_boxes(self._shard[positions], self._row[positions])
+        num_regions = self._opened(int(self._shard[positions[0]])).shape[1]
+        boxes = np.zeros((len(positions), num_regions, 4), np.float32)
+        for row, corners in enumerate(self._boxes.take(pa.array(positions))):
+            if corners.is_valid:
+                boxes[row, : lengths[row]] = np.asarray(corners.values).reshape(-1, 4)
+        return lengths, boxes
 
     def verify(self) -> list[str]:
         """Reads the whole store; returns one sentence for each damaged shard."""
-        remedy = f"delete its file in {self.folder / 'manifest'} and {self.folder / INDEX}, and extract again"
+        remedy = f"delete its file in {self.folder / 'manifest'}, and extract again"
         with ThreadPoolExecutor(NUM_COPIES) as pool:  # hashing and reading release the interpreter's lock
-            damages = list(pool.map(lambda info: self._maps.damage(info, again=True), self.shards))
+            damages = list(pool.map(lambda info: self._damage(info, again=True), self.shards))
         return [f"{damage}; {remedy}" for damage in damages if damage]
+
+    def _path(self, info: ShardInfo) -> StoragePath:
+        return self.folder / f"shards/{info.shard}.npy"
+
+    def _damage(self, info: ShardInfo, *, again: bool = False) -> str:
+        """A sentence about the damage of a shard; "" for a whole one.
+
+        A local file is compared with its digest only once per machine, unless `again` is true.
+        """
+        file = self._path(info)
+        try:
+            if again or file.is_remote:
+                is_whole = hashlib.sha256(file.read_bytes()).hexdigest() == info.sha256
+            else:
+                is_whole = has_digest(file.path, info.sha256)
+        except FileNotFoundError:
+            return f"{file} is missing"
+        return "" if is_whole else f"{file} does not have the digest in its manifest"
+
+    def _opened(self, number: int) -> _Shard:
+        """The open shard with this number. Opening it may close another one. Several threads may ask."""
+        with self._lock:
+            if number in self._open:
+                self._open.move_to_end(number)
+            else:
+                local = self._local_file(number)
+                with self._damage_rejected(number):
+                    self._open[number] = _Shard(self._path(self.shards[number]), local)
+                if len(self._open) > MAX_OPEN:
+                    self._open.popitem(last=False)  # unmapped once no array refers to it
+            return self._open[number]
+
+    def _local_file(self, number: int) -> Path | None:
+        """The local file of a shard; None for a remote one that is not in the cache."""
+        info, path = self.shards[number], self._path(self.shards[number])
+        if self._cache is None:
+            if number not in self._whole:
+                if damage := self._damage(info):
+                    raise self._reject(info, damage)
+                self._whole.add(number)
+            return path.path
+        if not self._fits[number]:
+            return None
+        try:
+            return self._cache.get(path, info.bytes, info.sha256)
+        except (FileNotFoundError, ChangedError) as error:
+            raise self._reject(info, str(error)) from error
+
+    @contextmanager
+    def _damage_rejected(self, number: int) -> Iterator[None]:
+        """Rejects a shard if the context finds that one of its files is missing or cut."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+                raise
+            info = self.shards[number]
+            raise self._reject(info, f"{self._path(info)}: {one_line(error)}") from error
+
+    def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
+        """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
+        with suppress(OSError):  # a storage that cannot be written
+            manifest_path(self.folder, info.shard).delete()
+        return DamagedError(f"{damage}; the same command computes its features again")
 
 
 def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureStore:
@@ -414,7 +354,7 @@ def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
 
     A file younger than `min_age_s` remains, because its manifest may not be written yet.
     """
-    if folder.is_remote:  # where no part of a file exists, and a repeated task overwrites its shard
+    if folder.is_remote:  # S3 has no parts of files, and a repeated task overwrites its shard
         return
     manifests = {path.stem for path in (folder.path / "manifest").glob("*.parquet")}
     orphans = [path for path in (folder.path / "shards").glob("*") if path.name.split(".")[0] not in manifests]
@@ -432,7 +372,7 @@ def mark_complete(folder: StoragePath, description: Values, rows: int) -> None:
 
 
 def content_keys_of(table: pa.Table) -> pa.ChunkedArray:
-    """The content keys in the column key, which may also contain keys of views: a SHA-256 as 64 digits and more."""
+    """The content keys of a column key, which may have keys of views: a content key of 64 digits, and a suffix."""
     return pc.utf8_slice_codeunits(table["key"], 0, 64)
 
 

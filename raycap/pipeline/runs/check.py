@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
 MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
-IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding; each needs 2 kB of memory meanwhile
-MAX_UNKNOWN = 0.05  # fraction of the words of validation captions outside the vocabulary, above which is a warning
+IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding. Each takes 2 kB of memory.
+MAX_UNKNOWN = 0.05  # If the vocabulary lacks a larger fraction of the words of validation captions, `check` warns.
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
@@ -107,7 +107,7 @@ def check_data(
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
     """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
-    # Each list holds the URI of an image for each caption that was found, or once for an image.
+    # URIs of images: one for each caption that was found, and in `repeated` and `wordless` one for each image
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
@@ -179,7 +179,7 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> dict[str, str]:
     """Decodes every image. Returns {key: reason} of those that fail. Files of equal content are decoded once."""
     images = dataset.readable().table.select(["key", "uri"])
     images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
-    num_threads = max(2, os.cpu_count() or 1)  # Pillow releases the GIL while it decodes
+    num_threads = max(2, os.cpu_count() or 1)  # they run at the same time, because Pillow releases the GIL
     reasons: dict[str, str] = {}
     with progress("decoding", len(images)) as advance:
         for start in range(0, len(images), IMAGES_AT_A_TIME):

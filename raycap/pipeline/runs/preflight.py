@@ -16,7 +16,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.reading import build_vocabulary, longest_caption, planned_data
+from raycap.pipeline.data.reading import longest_caption
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -34,19 +34,13 @@ if TYPE_CHECKING:
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
-MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
+MAX_PARAMETERS = 10**11  # large captioners have a hundredth of it
 
 
 def check_before_writing(config: RunConfig) -> None:
     """Raises UserError for what would make a run, an extraction or a search fail later."""
     check_storage(config)
     check_files(config)
-    dataset = planned_data(config)
-    if dataset is not None:
-        vocabulary = build_vocabulary(dataset, config.data)
-        max_positions(config, dataset, vocabulary)
-        if config.init_from is None:  # a bundle brings more words
-            check_constraints(config, dataset, vocabulary)
     require_possible(config)
 
 

@@ -104,7 +104,8 @@ def _masks_of_environment() -> dict[str, str]:
     """
     masks = dict[str, str]()
     for name, value in sorted(os.environ.items()):
-        if is_secret_name(name) and not re.match(r"[a-z]*$|[\d-]*$|[/~.]", value):
+        is_ordinary = re.match(r"[a-z]*$|[\d-]*$|[/~.]", value) is not None
+        if is_secret_name(name) and not is_ordinary:
             masks |= _forms(value.strip(), f"${{{name}}}")  # a file's line end is not part of a secret
     return masks
 
@@ -117,7 +118,7 @@ def _forms(value: str, mask: str) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4)
 def _any_of(values: frozenset[str]) -> re.Pattern[str]:
-    """A pattern that finds any of the values. A value of letters or of digits alone is not found within a word."""
+    """A pattern that finds any of the values. A value of letters only, or of digits only, is not found within words."""
     patterns = (
         rf"(?<![\w.]){value}(?!\w)" if value.isalpha() or value.isdigit() else re.escape(value)
         for value in sorted(values, key=len, reverse=True)

@@ -3,12 +3,11 @@
 All processes of a machine share a cache under file locks. A full cache removes the least recently used files. A process
 that has mapped such a file can still read it.
 
-By default a cache takes at most half of the space that it can use: what is free and what it holds already. So the limit
-does not change while the cache grows. A reserve of the disk always stays free.
+By default a cache takes at most half of the space that it can use, which is the free space and its own size. The limit
+thus does not change while the cache grows. A reserve of the disk always stays free.
 
-A copy of a shard is hashed at its first use, and a mark remembers it (`pipeline.storage.digests`). A copy of an image
-is hashed at each use, which takes a tenth of a millisecond for a photograph. A damaged copy is fetched again, also one
-that a power cut has left incomplete; so copies are written without waiting for the disk.
+A copy of a shard is hashed at its first use (`pipeline.storage.digests`), and a copy of an image at each use. A damaged
+copy is fetched again. Copies are therefore written without waiting for the disk: a power cut may damage one.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from raycap.pipeline.storage.digests import has_digest
 from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.storage.s3 import StorageError
 
-# The size in GiB of the cache's volume, for an emptyDir of Kubernetes: the system reports the size of the whole disk.
+# The size in GiB of the cache's volume. An emptyDir of Kubernetes needs it, because the system reports the whole disk.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
 CACHE_SHARE = 0.5  # of the space that a cache can use
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # the smaller one of a tenth of the disk and this number stays free
-COUNT_EVERY = 16  # one in so many folders of images is counted for the size of the cache
+COUNT_EVERY = 16  # of 16 folders of images, one is counted to estimate the size of the cache
 IMAGES = "images"  # the folder of the images
 NUM_IMAGE_FOLDERS = 256  # the first two hexadecimal digits of an image's digest select its folder
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def free_bytes(folder: Path) -> int:
-    """The bytes that caches may still write to the disk of a folder, which need not exist yet.
+    """The bytes that caches may still write to the disk of a folder; below 0 if less than the reserve is free.
 
-    Negative when less than the reserve is free.
+    The folder need not exist yet.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     usage = shutil.disk_usage(existing)
@@ -49,7 +48,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def cache_limit(folder: Path, held: int, most: int | None) -> int:
-    """The size in bytes of a cache that holds `held` bytes. most: the configured limit; None: half of the space."""
+    """The size limit of a cache that has `held` bytes now. most: the configured limit; None for the default."""
     space = max(0, free_bytes(folder) + held)
     if volume := os.environ.get(SIZE_VARIABLE):
         space = min(space, int(float(volume) * 2**30))
@@ -57,7 +56,7 @@ def cache_limit(folder: Path, held: int, most: int | None) -> int:
 
 
 def cached_files(folder: Path) -> list[tuple[os.stat_result, Path]]:
-    """The cached files in a folder, which need not exist, without those that another process removes meanwhile."""
+    """The cached files in a folder, which need not exist. A file that another process removes meanwhile is left out."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
@@ -72,11 +71,11 @@ def used_bytes(folder: Path) -> int:
 
 
 class ChangedError(StorageError):
-    """A stored file does not have its digest: it is damaged, or was replaced."""
+    """A stored file does not have its digest, because it is damaged or was replaced."""
 
 
 class Readable(Protocol):
-    """A file, or a part of one. Its text names it in errors."""
+    """A file or a part of one, whose text names it in errors."""
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
         """The content. Raises OSError for more than `max_bytes` bytes."""
@@ -89,14 +88,14 @@ class ShardCache:
         self.folder, self.limit = folder, limit
 
     def get(self, source: StoragePath, size: int, sha256: str) -> Path | None:
-        """The local copy of `source`, fetched if it is not cached; None if the limit or the disk has no room for it.
+        """The local copy of `source`, which is fetched if it is not cached; None if there is no room for it.
 
-        Raises ChangedError when even a second download does not have the digest.
+        Raises ChangedError if even a second download does not have the digest.
         """
         path = self.folder / f"{_require_digest(sha256, source)}{Path(source.name).suffix}"
         if _use(path, sha256):
             return path
-        with file_lock(self.folder / f"{sha256[0]}.lock"):  # one of 16
+        with file_lock(self.folder / f"{sha256[0]}.lock"):  # there are 16 of these locks
             if not _use(path, sha256):  # another process may have fetched it while this one waited for the lock
                 path.unlink(missing_ok=True)  # it is damaged
                 if size > min(self.limit, free_bytes(self.folder) + used_bytes(self.folder)):
@@ -105,7 +104,7 @@ class ShardCache:
         return path
 
     def add(self, path: Path, data: bytes) -> bool:
-        """Writes a file, after removing the least recently used files until the new file fits within the limit.
+        """Writes a file. The least recently used files are removed first, until the new one fits.
 
         Returns False without writing if the limit or the disk has no room for it.
         """
@@ -127,18 +126,18 @@ class ShardCache:
 
 
 class ImageCache:
-    """Local copies of remote images, at most `limit` bytes, because commands and epochs read the same images.
+    """Local copies of remote images, with at most `limit` bytes in all. Commands and epochs read the same images.
 
-    The images are divided among folders with an equal share of the limit, because adding an image lists its folder.
+    The images are divided among folders with equal shares of the limit, because adding an image lists its folder.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
     def read(self, source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
-        """The content of an image file, which is cached. Raises StorageError when it no longer has the digest.
+        """The content of an image file. It is read from the cache, and added to it if it is not there.
 
-        Raises OSError when it has more than `max_bytes` bytes.
+        Raises StorageError if it no longer has the digest, and OSError if it has more than `max_bytes` bytes.
         """
         data = self.find(_require_digest(sha256, source))
         if data is None:
@@ -147,7 +146,7 @@ class ImageCache:
         return data
 
     def find(self, sha256: str) -> bytes | None:
-        """The content of the cached image with this digest; None if there is none, or for a text that is no digest."""
+        """The content of the cached image with this digest; None if there is none, or if the text is no digest."""
         if not _DIGEST.fullmatch(sha256):
             return None
         path = self._path(sha256)
@@ -169,7 +168,7 @@ class ImageCache:
 
 
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
-    """This machine's cache of shards. most: the configured limit in bytes; None: half of the disk's free space."""
+    """This machine's cache of shards. most: the configured limit in bytes; None for half of the disk's free space."""
     folder = folder or cache_folder() / "shards"
     return ShardCache(folder, cache_limit(folder, used_bytes(folder), most))
 
@@ -188,7 +187,7 @@ def cached_image(sha256: str) -> bytes | None:
 
 
 def _require_digest(text: str, source: Readable) -> str:
-    """Returns the digest of a file, which becomes a local file's name. Raises StorageError for any other text."""
+    """Returns the text if it is a digest, which may name a local file. Raises StorageError for any other text."""
     if not _DIGEST.fullmatch(text):
         raise StorageError(f"{source}: the digest recorded for it is {printable(text)[:80]!r}, not a SHA-256")
     return text

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def read_cache(path: StoragePath, schema: pa.Schema) -> pa.Table:
     """Reads a Parquet file that can be made again. A missing file gives an empty table.
 
-    So does a damaged file, which is named in the log and removed.
+    A damaged file also gives an empty table. The log names it, and it is removed.
     """
     try:
         return from_bytes(path.read_bytes(), schema, str(path))
@@ -42,10 +42,13 @@ def to_bytes(table: pa.Table) -> bytes:
 
 
 def from_bytes(data: bytes, schema: pa.Schema | None, name: str = "the table") -> pa.Table:
-    """The table in the content of the Parquet file `name`. Without a schema it has the file's. Raises DamagedError."""
+    """The table in the content of a Parquet file. name: for errors. schema: None for the file's own schema.
+
+    Raises DamagedError.
+    """
     try:
         return pq.read_table(pa.BufferReader(data), schema=schema, page_checksum_verification=True)
-    except (MemoryError, pa.ArrowCancelled):  # the first includes Arrow's own; the file is not at fault
+    except (MemoryError, pa.ArrowCancelled):  # the file is not at fault; Arrow's error for memory is a MemoryError
         raise
     except (pa.ArrowException, OSError, TypeError) as error:  # a column of another type raises TypeError
         raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error

@@ -152,5 +152,8 @@ def flatten(values: Values, prefix: str = "") -> Values:
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             value = {item.get("name", str(number)): item for number, item in enumerate(value)}
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat

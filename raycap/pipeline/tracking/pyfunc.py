@@ -59,7 +59,10 @@ def _file_bytes(image: Any) -> bytes:
     """The bytes of a value of column image. Raises BadImage for other types, and for too many bytes."""
     if not isinstance(image, (str, bytes, bytearray, memoryview)):
         raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
-    if len(image) > (4 * MAX_IMAGE_BYTES / 3 + 4 if isinstance(image, str) else MAX_IMAGE_BYTES):
+    longest = MAX_IMAGE_BYTES
+    if isinstance(image, str):  # base64 has four characters for three bytes
+        longest = 4 * MAX_IMAGE_BYTES // 3 + 4
+    if len(image) > longest:
         raise BadImage(f"image is larger than {MAX_IMAGE_BYTES} bytes")
     if not isinstance(image, str):
         return bytes(image)

@@ -363,7 +363,7 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
             # package indexes name versions without a build's suffix (+cpu)
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
-            model_config=search,  # MLflow lets a server change the settings that are named here
+            model_config=search,  # a server may change these settings and no others
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, config.name, tags=tags)

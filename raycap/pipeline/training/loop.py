@@ -240,8 +240,8 @@ class StageRun:
             progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
-                # A checkpoint is due. If this step ends with a validation, it is saved after it, because a stage that
-                # resumes from an earlier one would skip the validation.
+                # A checkpoint is due. If this step has a validation, it must be saved after it: a stage that resumes
+                # from an earlier checkpoint would skip the validation.
                 self.had_notice, saved_at = True, -math.inf
                 text = STOPPING if must_stop else NOTICE
                 output.log("notice", progress.step, {"text": text, "total": self.total})
@@ -440,13 +440,13 @@ def caption_split(
 
 
 def _delivered_captioner(folder: RunFolder) -> Captioner:
-    """The captioner that a run delivers. If a stage has trained the backbone and was kept, it has this backbone."""
-    config, stage, backbone = folder.config, folder.delivered(), None
+    """The captioner that a run delivers. It has a backbone only if the run has trained it."""
+    config = folder.config
     model = build_model(config.model, folder.metadata.sizes)
     load_weights(model, folder.delivered_weights("model"))
-    weights = folder.delivered_weights("backbone") if stage is not None and config.has_backbone else None
-    if weights is not None and weights.parent != folder.path / "init":
-        backbone = Backbone(config.backbone, with_weights=False)
-        load_weights(backbone, weights)
-        backbone = backbone.to(memory_format=torch.channels_last)
-    return Captioner(model, backbone)
+    weights = folder.delivered_weights("backbone") if config.has_backbone else None
+    if weights is None or weights.parent == folder.path / "init":
+        return Captioner(model)
+    backbone = Backbone(config.backbone, with_weights=False)
+    load_weights(backbone, weights)
+    return Captioner(model, backbone.to(memory_format=torch.channels_last))

@@ -42,8 +42,8 @@ from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
 
-DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
-MIN_GROUND_TRUTH = 0.05  # CIDEr-D of ground-truth captions below which `check_reward` refuses the data
+DEVIATION_EPS = 1e-4  # added to the standard deviation of rewards, which is 0.1 to 1 for CIDEr-D
+MIN_GROUND_TRUTH = 0.05  # `check_reward` refuses data whose ground-truth captions have a lower CIDEr-D
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class StepOutput:
 # summands of these by name (`WeightedReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
-# The arguments are: the wrapped module, whose forward pass carries the gradient; the captioner inside it, for sampling;
-# the batch; the generator for sampling.
+# Its arguments are the wrapped module, the captioner inside it, the batch, and a generator for sampling. The gradient
+# flows through the forward pass of the wrapped module. The captioner itself draws samples.
 Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
@@ -266,8 +266,8 @@ def _draw_and_score(
 def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
     """The label-smoothed loss summed over the target tokens, as ExpansionNet v2's code computes it.
 
-    The target class has probability 1 - smoothing and the other V - 1 classes share `smoothing`; the loss is the
-    Kullback-Leibler divergence from that distribution, which is 0 at a perfect prediction. The caller divides the sum
+    The target class has probability 1 - smoothing, and the other V - 1 classes share `smoothing`. The loss is the
+    Kullback-Leibler divergence from that distribution, so it is 0 for a perfect prediction. The caller divides the sum
     by the number of target tokens of the global batch, so that the gradient does not depend on the number of workers.
 
     logits (P, V) of any float dtype and targets (P,) int64, at the positions that have a target.
@@ -307,13 +307,11 @@ def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor
     probabilities of the sampled words alone. Their estimates vary more, and InstructGPT's can be negative. As in GRPO,
     the gradient ignores that p also decides about the words before.
 
-    p has the stage's dropout, as in the rest of the loss, and q has none. So with dropout, the divergence starts above
-    0.
+    p has the stage's dropout, as in the rest of the loss, and q has none. With dropout, it therefore starts above 0.
 
     tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
     """
-    log_p, log_q = (
-        (each if each.dtype == torch.float64 else each.float()).log_softmax(-1) for each in (logits, reference_logits)
-    )
+    log_p = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    log_q = (reference_logits if reference_logits.dtype == torch.float64 else reference_logits.float()).log_softmax(-1)
     divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
     return (divergences * (tokens[:, 1:] != pad)).sum(-1)

@@ -61,7 +61,7 @@ class Progress:
     best_score: float = float("-inf")
     since_best: int = 0  # number of validations since the best score
     reductions: int = 0  # how often the plateau rule has lowered the learning rate
-    ended_early: str = ""  # why the stage ends before its last step; empty otherwise
+    ended_early: str = ""  # why the stage ends before its last step, or ""
 
 
 class StageOutput:
@@ -85,7 +85,7 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
-        self._best_steps: list[int] = []  # the best steps of the newest checkpoints
+        self._best_steps: list[int] = []  # to which the newest checkpoints refer, the newest last
 
     def check_may_write(self) -> None:
         """Raises AbandonedError if another driver has taken over the run.

@@ -1,4 +1,4 @@
-"""Digests of bundles, their rights, and what is copied from S3."""
+"""Digests of bundles, and what is copied of a bundle on S3."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_captions_satisfy_their_constraints_and_others_do_not_change(tmp_path: P
     assert entry["constraints"] == {"images": 2, "all": 2, "some": 0, "none": 0, "not_held": []}
     aligned = [own[0].alignment for own in found.values()]
     assert entry["alignment"] == pytest.approx(sum(value for value in aligned if value is not None) / 5)
-    # too short for all of them: as many as fit
+    # captions are too short for all words, so that they hold as many as fit
     short = settings.model_copy(update={"max_length": 3})
     three = (("mat",), ("sits",), ("the",))
     automata |= build_automata({2: ImageConstraints(three)}, WORDS, "c")

@@ -25,7 +25,8 @@ WHOLE = LocalContext()
 
 @torch.no_grad()
 def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
-    """Not on batches, workers, further captions and the alignment. Ensembles, constraints and training have none."""
+    """Batches, workers, further captions and the alignment do not matter. Ensembles, constrained searches and training
+    have no signals."""
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
 
@@ -68,7 +69,7 @@ def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
 
 
 def test_a_served_model_judges_by_the_signals_of_an_evaluation(tmp_path: Path) -> None:
-    """Also with another number of captions, and whatever other images are in the batch."""
+    """The number of captions and the other images of the batch do not matter."""
     bundle = load_bundle(with_confidence(make_bundle(tmp_path / "bundle")))
     service, (fit,) = CaptionService(bundle), bundle.confidences
     bundle.confidences = (replace(fit, log_odds=Linear((*[0.0] * (len(SIGNALS) - 1), -0.3), -2.0)),)

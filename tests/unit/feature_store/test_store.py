@@ -22,7 +22,6 @@ from raycap.pipeline.features.store import (
     has_shard,
     remove_orphans,
     shard_name,
-    write_index,
     write_quarantine,
     write_shard,
 )
@@ -111,22 +110,6 @@ def test_a_task_done_twice_writes_the_same_shard(tmp_path: Path) -> None:
     assert len(store.keys) == 16 and len(store) == 12 and np.array_equal(gather(store, keys), features)
 
 
-def test_a_shard_that_is_computed_again_with_other_bits_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its name is that of the damaged one, whose digest the index has."""
-    monkeypatch.setattr("raycap.pipeline.features.store.MAX_LOOSE", 1)
-    keys, features = filled(tmp_path)
-    write_index(storage_path(tmp_path))
-    flip_any(tmp_path / "shards" / f"{shard_name(keys[:4])}.npy")
-    with pytest.raises(DamagedError):
-        gather(FeatureStore(tmp_path), keys)
-    write_shard(tmp_path, keys[:4], features[4:8])
-    write_index(storage_path(tmp_path))
-    assert not FeatureStore(tmp_path).verify()
-    assert np.array_equal(gather(FeatureStore(tmp_path), keys[:4]), features[4:8])
-
-
 def content_key(number: int) -> str:
     return hashlib.sha256(str(number).encode()).hexdigest()
 
@@ -190,12 +173,14 @@ def test_verify_reads_everything_back(tmp_path: Path) -> None:
 
 def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
     features = np.zeros((2, 5, 3), np.float32)
-    boxes = np.random.default_rng(0).random((2, 5, 4)).astype(np.float32)
-    write_shard(tmp_path, ["a", "b"], features, lengths=[3, 5], boxes=boxes)
+    boxes = np.random.default_rng(0).random((5, 4)).astype(np.float32)
+    write_shard(tmp_path, ["a", "b"], features, lengths=[3, 5], boxes=[boxes[:3], None])
+    write_shard(tmp_path, ["c"], features[:1], lengths=[5], boxes=[boxes])
     store = FeatureStore(tmp_path)
-    stored_lengths, stored_boxes = store.regions_at(positions(store, ["b", "a"]))
-    assert stored_lengths is not None and stored_lengths.tolist() == [5, 3]
-    assert stored_boxes is not None and np.array_equal(stored_boxes, boxes[::-1])
+    stored_lengths, stored_boxes = store.regions_at(positions(store, ["c", "b", "a"]))
+    assert stored_lengths is not None and stored_lengths.tolist() == [5, 5, 3]
+    assert stored_boxes is not None and np.array_equal(stored_boxes[0], boxes) and not stored_boxes[1].any()
+    assert np.array_equal(stored_boxes[2, :3], boxes[:3]) and not stored_boxes[2, 3:].any()
     keys, grids = filled(tmp_path / "grids")
     store = FeatureStore(tmp_path / "grids")
     assert store.regions_at(positions(store, keys[:2])) == (None, None)
@@ -207,7 +192,7 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
 def test_a_damaged_shard_that_is_read_in_ranges_is_computed_again(
     s3: str, tmp_path: Path, size: int | None, is_open: bool
 ) -> None:
-    """The cache has no room. size: of the rest of the shard, in bytes; None: the shard is missing."""
+    """The cache has no room. size: bytes that are left of the shard, or None if the shard is missing."""
     folder, keys = StoragePath(f"s3://data/{tmp_path.name}", StorageOptions(s3)), ["a", "b"]
     features = np.ones((2, 3, 4), np.float16)
     write_shard(folder, keys, features)

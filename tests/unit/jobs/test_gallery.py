@@ -48,7 +48,7 @@ def test_maps_of_image_files(tmp_path: Path) -> None:
 
 
 def test_rays_workers_get_no_password_of_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither those that compute maps nor those that caption splits."""
+    """This holds for the workers that compute maps and for those that caption splits."""
     monkeypatch.setenv("TRACKER", "https://me:secret-word@host")
     tracked = tmp_path / "run.yaml"
     tracked.write_text(yaml.safe_dump(small_config(tmp_path, tracking={"uri": "${TRACKER}"})))

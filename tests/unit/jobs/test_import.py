@@ -34,7 +34,9 @@ def importing(tmp_path: Path, **options: Any) -> None:
 
 
 def changed(tmp_path: Path, **tensors: torch.Tensor | None) -> Path:
-    """The golden checkpoint with some tensors replaced, added or (None) left out; dots written as two underscores."""
+    """The golden checkpoint with changed tensors.
+
+    changes: tensors by name, with two underscores in place of each dot. None leaves a tensor out."""
     state = read_tensors(GOLDEN / "checkpoint.pth")
     for name, tensor in tensors.items():
         key = name.replace("__", ".")
@@ -53,8 +55,12 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     content = {"word2idx_dict": {w: i for i, w in enumerate(words)}, "idx2word_list": words}
     foreign.write_bytes(pickle.dumps(content | {"sos_str": "SOS", "eos_str": "EOS"}))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"overrides": []}, "model.static_expansion is missing: the checkpoint holds 28 expansion vectors"),
-        ({"overrides": ["model.static_expansion=[4,8,15]"]}, r"\[4, 8, 15\] sums to 27"),
+        ({"overrides": SETTINGS[1:]}, r"512\] sums to 992, and the checkpoint holds 28 expansion vectors; give --set"),
+        ({"overrides": SETTINGS[:1]}, "model.num_heads is missing"),
+        ({"overrides": [*SETTINGS, "model.num_head=4"]}, "unknown key model.num_head: did you mean num_heads"),
+        ({"overrides": [*SETTINGS, "model.d_model=16"]}, "model.d_model is 16, the checkpoint has 32; leave it out"),
+        ({"overrides": [*SETTINGS, "backbone.image_size=48"]}, "backbone.image_size: .* holds no Swin; add --backbone"),
+        ({"overrides": ["model.static_expansion=[4,8,15]", *SETTINGS[1:]]}, r"\[4, 8, 15\] sums to 27"),
         ({"tokens": foreign}, "the vocabulary has 5 words, the checkpoint predicts 60"),
         ({"checkpoint": GOLDEN / "tokens.pickle"}, "no PyTorch file"),
         ({"checkpoint": changed(tmp_path, vocab_linear__bias=None)}, "lacks 'vocab_linear.bias'"),

@@ -29,7 +29,8 @@ def test_words_run_on_while_their_first_word_holds_them() -> None:
 
 
 def test_cells_stand_with_the_first_that_holds_them_on_a_path_of_neighbors() -> None:
-    """A 2 x 3 grid. 0 holds 1 and, by way of it, 4; 5 without a path; that 1 holds 2 is not asked."""
+    """A 2 x 3 grid. Cell 0 holds 1 and, on a path through it, 4. It holds 5 without a path. Whether 1 holds 2 does not
+    matter."""
     joined = matrix(6, (0, 1, 0.6), (0, 4, 0.5), (0, 5, 1.0), (0, 2, 0.49), (1, 2, 1.0), (2, 3, 1.0))
     assert grid_groups(joined, 2, 3).tolist() == [0, 0, 1, 2, 0, 0]
     assert grid_groups(matrix(6, (0, 5, 1.0), (0, 1, 0.6)), 2, 3).tolist() == [0, 0, 1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.data.reading import build_vocabulary, read_data
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.preflight import check_before_writing, check_storage
+from raycap.pipeline.runs.preflight import check_before_writing, check_constraints, check_storage, max_positions
 from tests.conftest import ROOT, small_config
 
 
@@ -41,14 +43,34 @@ def test_a_good_configuration_passes_and_writes_nothing(tmp_path: Path) -> None:
         ({"backbone__weights": "/nowhere.pth"}, "backbone.weights: /nowhere.pth does not exist or is not a file"),
         ({"evaluation__constraints": "/nowhere.jsonl"}, "constraints /nowhere.jsonl cannot be read as text"),
         ({"init_from": "/nowhere"}, "init_from: /nowhere is not a model bundle: it lacks config.yaml"),
-        ({"data__train_splits": ["training"]}, "data.train_splits: no image of dataset.json is in training"),
-        ({"data__min_count": 10**6}, "vocabulary"),
-        ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
         ({"backbone__embed_dim": 2**17}, "parameters, and the limit is 100,000"),
     ],
 )  # fmt: skip
 def test_what_would_fail_later_is_refused(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
     assert found in refusal(config_of(tmp_path, **changes), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"data__train_splits": ["training"]}, "data.train_splits: no image of dataset.json is in training"),
+        ({"data__min_count": 10**6}, "vocabulary"),
+        ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
+        ({"evaluation__constraints": "words.jsonl"}, "needs the word 'zeppelin', which is not among the model's"),
+    ],
+)
+def test_what_does_not_fit_the_captions_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [json.dumps({"image_id": image, "constraints": ["zeppelin"]}) for image in (25, 27)]
+    Path("words.jsonl").write_text("\n".join(words))
+    config = config_of(tmp_path, data__test_splits=["val", "test"], **changes)
+    with pytest.raises(UserError, match=found):
+        dataset = read_data(config)
+        vocabulary = build_vocabulary(dataset, config.data)
+        max_positions(config, dataset, vocabulary)
+        check_constraints(config, dataset, vocabulary)
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
@@ -57,14 +79,10 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     (files / "vectors.txt").write_text("the 0.1 0.2 0.3\n")
     (files / "regions.h5").write_text("not HDF5")
     (files / "constraints.jsonl").write_text('{"image_id": 1}\n')
-    (files / "words.jsonl").write_text('{"image_id": 25, "constraints": ["zeppelin"]}\n{"image_id": 27, "constraints": '
-                                       '["zeppelin"]}\n')  # fmt: skip
     vectors = config_of(tmp_path, model__word_vectors=str(files / "vectors.txt"), model__word_vector_width=50)
     assert "has vectors of 3 numbers, and model.word_vector_width is 50" in refusal(vectors, tmp_path)
     lines = config_of(tmp_path, evaluation__constraints=str(files / "constraints.jsonl"))
     assert "line 1 is no JSON object with image_id and a list constraints" in refusal(lines, tmp_path)
-    words = config_of(tmp_path, evaluation__constraints=str(files / "words.jsonl"), data__test_splits=["val", "test"])
-    assert "needs the word 'zeppelin', which is not among the model's" in refusal(words, tmp_path)
     regions = load_config(
         ROOT / "raycap" / "configs" / "demo_meshed_memory_regions.yaml",
         [f"features.hdf5={files / 'regions.h5'}", f"storage={tmp_path / 'results'}"],

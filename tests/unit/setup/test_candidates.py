@@ -32,6 +32,6 @@ def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: in
     }
     root = write(tmp_path, sorted(names))
     for candidate in find_candidates(sorted(names)):
-        keys = read_names(root, candidate, sorted(names)).keys
+        _, keys = read_names(root, candidate, sorted(names))
         found = [name for each in keys.get("sources", [keys]) for name in find_files(root, each["annotations"])]
         assert sorted(found) == sorted(candidate.files)

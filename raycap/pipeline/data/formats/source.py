@@ -1,7 +1,8 @@
-"""A source of images, and the rows that every reader of a form makes of it.
+"""A source of images, and the rows that the readers of all formats make of it.
 
-A reader does not change captions, not even empty ones. It collects the problems of single captions: training stops at
-the first problem, and `raycap check` reports all of them. A file that does not have its format raises UserError.
+A reader keeps captions as they are, even empty ones. It collects a sentence for each caption that is not valid.
+Training stops at the first sentence, and `raycap check` reports all. A file that does not have its format raises
+UserError.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
-# The names of the columns that `data.columns` does not name: the first that an entry has.
+# The names of the columns if `data.columns` does not name them. The first one that an entry has counts.
 COLUMNS = {
     "image": ("image", "file_name"),
     "captions": ("captions", "caption", "text"),
@@ -36,12 +37,12 @@ COLUMNS = {
     "split": ("split",),
 }
 IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; annotation files have up to 1 GB
+MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; large annotation files have 1 GB
 MAX_FILES = 100_000  # that one pattern names
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
-MAX_CAPTION = 10_000  # characters; metrics compare each word of a caption with each of another
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair: JSON can contain it, but no encoding can
-BUFFERED_ROWS = 10_000  # that are Python objects; the others are in Arrow arrays
+MAX_CAPTION = 10_000  # characters; the time of metrics grows with the square of a caption's length
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can contain and no encoding can
+BUFFERED_ROWS = 10_000  # that are Python objects before they become Arrow arrays, which take less memory
 LISTS = pa.list_(pa.string())
 IMAGES = pa.schema(
     [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
@@ -50,7 +51,7 @@ IMAGES = pa.schema(
 
 @dataclass(frozen=True)
 class Splits:
-    """Lists of images by split, and fractions for images that are in no list and have no split of their own."""
+    """Lists of images by split. Images without any split are divided by fractions."""
 
     lists: Mapping[str, str] = field(default_factory=dict)  # {image name or id: split}
     fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; empty: all are in train
@@ -58,12 +59,10 @@ class Splits:
 
     def listed(self, *names: str) -> str | None:
         """The split of the list that contains one of these names or ids of an image."""
-        if not self.lists:  # the usual case of a million rows
-            return None
         return next((self.lists[name] for name in names if name in self.lists), None)
 
     def drawn(self, name: str) -> str:
-        """The split of an image by a hash of its name, so that it does not depend on the other images."""
+        """The split of an image by a hash of its name. It does not depend on the other images."""
         if not self.fractions:
             return "train"
         digest = _digest(f"{self.seed} {name}")
@@ -92,9 +91,9 @@ def _digest(name: str) -> bytes:
 
 
 def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, str]:
-    """{image name or id: split} from files of lines with a file name and optionally an id.
+    """{image name or id: split}, from files in which each line has a file name and maybe an id after it.
 
-    Without an id, a file name that is a number is the id.
+    A file name that is a number also counts as an id, unless an id follows.
     """
     split_of: dict[str, str] = {}
     for split, name in lists.items():
@@ -140,21 +139,20 @@ def opened(path: StoragePath) -> Iterator[BinaryIO]:
 
 def read_json(path: StoragePath) -> Any:
     """The content of an annotation file in JSON. Raises UserError."""
-    # the readers report the place of text that is not valid
     return parse_json(read_file(path), f"annotation file {path}", strict=False)
 
 
 def is_image(name: str) -> bool:
-    """Whether a file has an image's ending and is not hidden."""
+    """True if a file has an image's ending and is not hidden."""
     base = name.rsplit("/", 1)[-1]
     return base.lower().endswith(IMAGE_ENDINGS) and not base.startswith(".")
 
 
 def find_files(root: StoragePath, pattern: str) -> list[str]:
-    """The files below a folder that a pattern names, sorted where it has wildcards. Raises UserError without any.
+    """The files below a folder that a pattern names. Raises UserError if there is none.
 
-    {000..009} are these numbers, {a,b} each of the words, and *, ?, [...] and ** what they are in a shell. A name
-    without these characters, or of a file that exists, is that of one file.
+    {000..009} stands for these numbers and {a,b} for each of the words; *, ?, [...] and ** mean what they mean in a
+    shell. A name without these characters, or of a file that exists, is that of one file.
     """
     if not (glob.has_magic(pattern) or _BRACES.search(pattern)) or (root / pattern).exists():
         return [pattern]
@@ -192,7 +190,7 @@ def matching(root: StoragePath, pattern: str) -> list[str]:
 
 
 def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the segments of a path match the segments of a pattern, in which ** stands for any number of them."""
+    """True if the segments of a path match those of a pattern, in which ** stands for any number of segments."""
     if patterns == ["**"]:
         return True
     if not patterns or not names:
@@ -204,13 +202,12 @@ def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """An annotation file, the folder of its images, and how its images get columns, splits and ids."""
+    """An annotation file, the folder of its images, and how it is read."""
 
     annotations: StoragePath
     images: StoragePath
-    # the paths of both in the data set, as the configuration has them: images are named by them
-    annotations_name: str = ""
-    images_name: str = ""
+    annotations_name: str = ""  # the configuration's path of `annotations`; names of images begin with it
+    images_name: str = ""  # the same of `images`
     split: str | None = None  # of images for which neither the file nor a list names one
     splits: Splits = field(default_factory=Splits)
     columns: ColumnSection = field(default_factory=ColumnSection)
@@ -218,22 +215,25 @@ class Source:
 
     @cached_property
     def column_names(self) -> dict[str, tuple[str, ...]]:
-        """The names under which each column of COLUMNS is looked for."""
+        """{column of COLUMNS: the names that it may have}."""
         chosen = self.columns.model_dump()
         return {column: names if chosen[column] is None else (chosen[column],) for column, names in COLUMNS.items()}
 
     @cached_property
     def image_prefix(self) -> str:
-        """What precedes the name of an image file in its name in the data set."""
+        """The first part of the names of image files in the data set."""
         return _prefix(self.images_name)
 
     @cached_property
     def member_prefix(self) -> str:
-        """What precedes the name of an image in the annotation file or folder."""
+        """The first part of the names of images in the annotation file or folder."""
         return _prefix(self.annotations_name)
 
     def value(self, entry: Mapping[str, object], column: str, location: str) -> Any:
-        """The value of a column in an entry of a table; None without it. Raises UserError for a configured column."""
+        """The value of a column of COLUMNS in an entry; None if it is missing.
+
+        Raises UserError if it is missing and `data.columns` names it.
+        """
         names = self.column_names[column]
         for name in names:
             if name in entry:
@@ -246,9 +246,10 @@ class Source:
     def id_and_split(
         self, entry: Mapping[str, object], listed: tuple[str, ...], name: str, location: str
     ) -> tuple[int, str]:
-        """The id and split of an image from its entry, a list of splits, the source, or a hash of its name.
+        """The id and split of an image. The id is in its entry, or is a hash of its name.
 
-        listed: names by which lists of splits may contain the image. Raises UserError for values of a wrong type.
+        The split is that of the first of these: the lists, the entry, the source, a hash of the name. listed: names by
+        which the lists may contain the image. Raises UserError for values of a wrong type.
         """
         identifier, image_id = self.value(entry, "id", location), None
         if identifier not in (None, ""):
@@ -280,12 +281,12 @@ def _whole_number(value: Any) -> int | None:
 
 
 def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
-    """`folder/name`, or a URI below the folder, without '.' and '..'; and the part of it after the folder.
+    """The path or URI of a file below a folder, and its part after the folder; both without '.' and '..'.
 
-    Raises UserError outside of `folder`.
+    name: relative to the folder, or a whole path or URI. Raises UserError if it leads out of the folder.
     """
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
-        return join(folder.uri, name), name  # skips the slow checks below: there may be a million images
+        return join(folder.uri, name), name  # for most names, of which there may be a million
     if is_remote(name):
         if not name.startswith(join(folder.uri, "")):
             raise UserError(f"{location}: {quoted(name)} is outside of {folder}; set data.images to the images' prefix")
@@ -303,7 +304,7 @@ def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
 
 
 def _prefix(folder: str) -> str:
-    """A folder, as the configuration has it, with a slash; "" for the data set's folder itself."""
+    """The configuration's path of a folder, with a slash at its end; "" for the data set's folder itself."""
     folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
     return "" if folder == "." else f"{folder}/"
 
@@ -322,8 +323,8 @@ class Rows:
     ) -> None:
         """Adds an image. Raises UserError for values that a table or file system cannot hold.
 
-        uri: the text of an ImageLocation. tokens: with `Source.with_tokens` the file's tokens of each caption, joined
-        with spaces.
+        uri: the text of an ImageLocation. tokens: for each caption its tokens joined with spaces, if
+        `Source.with_tokens`.
         """
         if not -(2**63) <= image_id < 2**63:
             raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
@@ -349,7 +350,7 @@ class Rows:
 
 
 def as_list(value: object) -> list[Any]:
-    """The captions of a cell that holds a list, a JSON list of texts (in a CSV file), one caption, or nothing."""
+    """The captions of a cell, which has a list, one caption, or nothing. In a CSV file a list is a text in JSON."""
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError):
             items = parse_json(value, "cell", strict=False)
@@ -361,7 +362,7 @@ def as_list(value: object) -> list[Any]:
 
 
 def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:
-    """The values that are text, cut to MAX_CAPTION. A value that is no text or is too long adds a problem."""
+    """The values that are text, cut to MAX_CAPTION. Adds a problem to `rows` for any other value or a longer one."""
     texts = []
     for value in values:
         if not isinstance(value, str):

@@ -16,12 +16,12 @@ from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
-MAX_COLUMNS = 1000  # of a CSV file, because every row is filled up to this number
+MAX_COLUMNS = 1000  # of a CSV file, because every row gets a value for each column
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
 
 
 class StoredImage(NamedTuple):
-    """An image in a Parquet file: where it is, and the path from which it came, if the file has it."""
+    """An image in a Parquet file: its place, and the path that the file states for it."""
 
     place: RowPlace
     path: Any
@@ -90,10 +90,9 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
 
 
 def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
-    """Adds the images of a table with the columns image, captions, and optionally id and split (`source.COLUMNS`).
+    """Adds the images of a table with the columns image, captions, and maybe id and split (`source.COLUMNS`).
 
-    captions: a list, or one text. Rows of the same image file are joined, but not those of an image in the table.
-    Without an id, an image's id is a hash of its name; without a split, a hash of its name selects one.
+    captions: a list, or one text. Rows that name the same image file are joined. An image in the table has one row.
     """
     path, begin = source.annotations, rows.count
     files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}

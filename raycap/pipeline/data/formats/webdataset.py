@@ -31,7 +31,7 @@ class TarMember(NamedTuple):
 
 
 class _Headers:
-    """An archive of which tarfile reads headers only. It would read one of any size, as the header states it."""
+    """An archive of which tarfile reads the headers. A larger read than MAX_HEADER_BYTES is refused."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell = file, file.seek, file.tell
@@ -45,8 +45,8 @@ class _Headers:
 def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     """The regular files in an archive, in its order. Folders, links and devices are left out.
 
-    title: the archive's name, with which errors begin. Raises UserError for damaged archives, sparse files, more than
-    MAX_MEMBERS members, and a name that occurs twice or is not UTF-8.
+    title: the archive's name in errors. Raises UserError for damaged archives, sparse files, more than MAX_MEMBERS
+    members, and a name that occurs twice or is not UTF-8.
     """
     size, names = file.seek(0, os.SEEK_END), set[str]()
     file.seek(0)
@@ -56,7 +56,7 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep each member
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
-                if member.size < 0 or archive.offset < member.offset_data:  # the next header would be an earlier one
+                if member.size < 0 or archive.offset < member.offset_data:  # tarfile would go back and never end
                     raise tarfile.ReadError("a negative size")
                 if not member.isreg():
                     continue
@@ -69,9 +69,9 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                 names.add(member.name)
                 yield TarMember(member.name, member.offset_data, member.size)
             file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile has taken a damaged header for the end
                 raise tarfile.ReadError(f"it is damaged at byte {archive.offset}")
-    except UserError:  # which is a ValueError
+    except UserError:  # is a ValueError, but complete
         raise
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         remedy = "unpack it to a plain tar if it is compressed; else copy or pack it again"
@@ -123,7 +123,7 @@ def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
 
 
 def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
-    """Adds the images of an archive. Captions are the lines of the text file, or in the JSON file as in a table."""
+    """Adds the images of an archive. Captions are the lines of the text file, or without one those in the JSON file."""
     if not samples:
         raise UserError(f"annotation file {source.annotations} contains no image; give a tar of images and captions")
     for sample in samples:

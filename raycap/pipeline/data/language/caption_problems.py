@@ -10,7 +10,7 @@ from itertools import pairwise
 from raycap.pipeline.data.language.tokenizers import clusters, is_without_spaces
 from raycap.pipeline.runtime.names import quoted
 
-NORMALIZING = ("unicode", "characters", "subword")  # tokenizers for which normal forms make no difference
+NORMALIZING = ("unicode", "characters", "subword")  # tokenizers that give all normal forms of a text equal words
 MAX_SHOWN = 60  # characters of an example
 
 
@@ -22,9 +22,9 @@ class CaptionProblems:
     total: int = 0
     one_word: list[str] = field(default_factory=list)
     unsplit: int = 0  # captions of one word in a script without spaces between words
-    cut: list[str] = field(default_factory=list)  # with letters that are split from their marks
-    composed: list[str] = field(default_factory=list)
-    decomposed: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)  # captions in which letters are split from their marks
+    composed: list[str] = field(default_factory=list)  # captions in the normal form NFC that differ from NFD
+    decomposed: list[str] = field(default_factory=list)  # captions that are not in NFC
     without_spaces: int = 0  # captions with a letter of a script without spaces between words
 
     def add(self, caption: str, words: Sequence[str]) -> None:
@@ -51,14 +51,14 @@ class CaptionProblems:
     def warnings(self) -> Iterator[str]:
         """A sentence for each kind of problem."""
         remedy = f"set data.tokenizer to {self.suggestion}" if self.suggestion != self.tokenizer else "look at them"
+        key = f"data.tokenizer = {self.tokenizer}"
         if self.one_word:
             counted = "1 caption is" if len(self.one_word) == 1 else f"{len(self.one_word)} captions are"
-            yield f"{counted} one word for data.tokenizer = {self.tokenizer}, such as {_first(self.one_word)}; " + (
-                remedy if self.unsplit else "look at them"
-            )
+            one_remedy = remedy if self.unsplit else "look at them"
+            yield f"{counted} one word for {key}, such as {_first(self.one_word)}; {one_remedy}"
         if self.cut:
-            problem = f"data.tokenizer = {self.tokenizer} splits letters from their marks in {len(self.cut)} captions"
-            yield f"{problem}, such as {_first(self.cut)}; {remedy}"
+            problem = f"splits letters from their marks in {len(self.cut)} captions"
+            yield f"{key} {problem}, such as {_first(self.cut)}; {remedy}"
         if self.composed and self.decomposed and self.tokenizer not in NORMALIZING:
             yield (
                 f"{len(self.decomposed)} captions are not in the normal form NFC, such as {_first(self.decomposed)}, "
@@ -73,7 +73,7 @@ def _first(captions: Sequence[str]) -> str:
 
 
 def cuts_letters(caption: str, words: Sequence[str]) -> bool:
-    """Whether two neighboring words of a caption share a grapheme cluster, such as a letter and its vowel sign."""
+    """True if the tokenizer split a grapheme cluster, such as a letter and its vowel sign, into two words."""
     text = caption.lower()
     return any(
         len(clusters(left + right)) < len(clusters(left)) + len(clusters(right)) and left + right in text

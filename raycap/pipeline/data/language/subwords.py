@@ -1,7 +1,7 @@
 """Subword models: byte-pair encoding on the bytes of captions (Sennrich et al. 2016), by the package tokenizers.
 
-Every byte is a piece, so that a caption of any script has pieces and none is unknown. A model is its list of merges,
-which is all that a file needs to hold.
+Every byte is a piece, so that any caption can be split into known pieces. A model is its list of merges, and a file
+needs to hold nothing else.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 NUM_BYTES = 256
 MAX_MERGES = 2**17
 MAX_PIECE = 256  # bytes
-# A piece is never longer than a run of letters, digits or other marks with the space before it. Zero-width joiners
-# belong to words.
+# No piece extends beyond a run of letters, one digit, or a run of other marks; the space before it belongs to it.
+# Zero-width joiners count as letters.
 _RUNS = r" ?[\p{L}\p{M}\x{200c}\x{200d}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
 
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """The byte of each character of the pieces. Printable bytes are themselves, others the characters after U+0100.
+    """{character of a piece: its byte}. Printable bytes are themselves; the others are the characters from U+0100 on.
 
     This is GPT-2's table, which the package tokenizers uses.
     """
@@ -39,7 +39,7 @@ def _byte_of() -> dict[str, int]:
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes of a piece, without characters that stand for none."""
+    """The bytes of a piece. A character that stands for no byte is left out."""
     byte_of = _byte_of()
     return bytes(byte_of[char] for char in piece if char in byte_of)
 
@@ -48,8 +48,8 @@ def piece_bytes(piece: str) -> bytes:
 class SubwordModel:
     """A byte-pair encoding. merges: pairs of pieces in the order in which they are merged.
 
-    Raises ValueError for more than MAX_MERGES merges, and for a merge of a piece that is neither a byte nor the result
-    of an earlier merge, or that has more than MAX_PIECE bytes.
+    Raises ValueError for more than MAX_MERGES merges, for a result of more than MAX_PIECE bytes, and for a part that is
+    neither a byte nor the result of an earlier merge.
     """
 
     merges: tuple[tuple[str, str], ...]
@@ -69,9 +69,9 @@ class SubwordModel:
 
     @classmethod
     def train(cls, captions: Iterable[str], num_pieces: int, min_count: int) -> SubwordModel:
-        """The model of these captions with at most `num_pieces` pieces, bytes included.
+        """The model of these captions with at most `num_pieces` pieces, which include the bytes.
 
-        A pair is merged if it occurs `min_count` times or more. Equal captions in any order give an equal model. Raises
+        A pair is merged if it occurs `min_count` times or more. The order of the captions does not matter. Raises
         ValueError if `num_pieces` is below the number of bytes.
         """
         from tokenizers import trainers
@@ -103,8 +103,7 @@ class SubwordModel:
     def parts(self, pieces: Iterable[str]) -> list[str]:
         """The text that each piece adds to a caption.
 
-        It is empty for a piece that ends inside a character, which belongs to the piece that completes it. Bytes that
-        are no valid text are left out.
+        A character of several pieces belongs to the last of them. Bytes that are no valid text are left out.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         texts = [decoder.decode(piece_bytes(piece)) for piece in pieces]

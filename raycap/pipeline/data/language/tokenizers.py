@@ -1,9 +1,8 @@
 """The tokenizers of `data.tokenizer`: how each splits a caption, and how it joins tokens to a text.
 
 Two are those of the reference implementations, for English captions. Two work for any script, by Unicode's rules for
-text segmentation (UAX #29). These normalize a caption first: composed (NFC), in lower case, without invisible marks of
-direction. Equal texts in different normal forms therefore have equal tokens, and combining marks remain parts of their
-words.
+text segmentation (UAX #29). These two first compose a caption (NFC), put it in lower case, and remove invisible marks
+of direction. Equal texts therefore have equal tokens in every normal form, and combining marks stay in their words.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from typing import NamedTuple
 _DROPPED = frozenset(".,?!:;-'`")  # tokens that `tokenize` leaves out
 _TOKEN = re.compile(r"\w+|[^\w ]")
 # The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't", also without apostrophe),
-# the genitive ("man 's"), words at hyphens and numbers from their units ("5 pm"). A mark inside a word or a number does
-# not split it ("6:30", "t.v", "at&t"), nor does it end one of its abbreviations ("p.m.").
-_SPACY_ENDINGS = (  # of contractions, and the words before them, for which spaCy needs no apostrophe
+# the genitive ("man 's"), words at hyphens, and numbers from their units ("5 pm"). It splits no word or number at a
+# mark inside it ("6:30", "t.v", "at&t"), and some abbreviations keep their last dot ("p.m."). First come the endings of
+# contractions without an apostrophe, each with the words after which spaCy splits it.
+_SPACY_ENDINGS = (
     ("nt", "ai are ca could dare did do does had has have is may might must need ought sha should was were wo would"),
     ("s", "he how she that there what when where who why"),
     ("d", "he how i it that there they we what when where who why you"),
@@ -42,11 +42,11 @@ _SPACY = re.compile(
     r"|\.{2,}|[^\w\s]"
 )
 _SPACY_DROPPED = frozenset([*"'`.?!,:-;", "..."])  # marks that the reference leaves out; it keeps others, such as &
-# Soft hyphens, marks of direction, word joiners and byte order marks. Zero-width joiners and non-joiners are kept:
-# they change the spelling of words, for example in Persian and Sinhala.
+# Soft hyphens, marks of direction, word joiners and byte order marks. Zero-width joiners and non-joiners are not among
+# them, because they change the spelling of words, for example in Persian and Sinhala.
 _INVISIBLE = re.compile("[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
-# Scripts that are written without spaces between words. The extensions of a script (`scx`) include characters that it
-# shares with another one, such as the prolonged sound mark of Hiragana and Katakana.
+# Scripts that are written without spaces between words. They are matched by Unicode's property `scx`, which includes
+# characters that scripts share, such as the prolonged sound mark of Hiragana and Katakana.
 _SCRIPTS = (
     "Hani", "Hira", "Kana", "Bopo", "Yiii", "Thai", "Laoo", "Khmr", "Mymr", "Tale", "Talu", "Lana", "Tavt", "Java",
     "Bali",
@@ -77,8 +77,9 @@ def tokenize_like_spacy(caption: str) -> list[str]:
 class _Patterns(NamedTuple):
     """Compiled patterns of the package regex.
 
-    runs: pairs of texts, of which one is empty: a letter of a script without spaces with its marks, or all characters
-    up to the next one. starts_without_space, finds_without_space: match and find a letter of such a script.
+    runs: divides a text into pairs, of which one part is empty. The first part is a letter of a script without spaces,
+    with its marks; the second one is the text up to the next such letter. starts_without_space: matches such a letter
+    at the start. finds_without_space: finds one anywhere.
     """
 
     words: Callable[[str], list[str]]
@@ -104,13 +105,13 @@ def _patterns() -> _Patterns:
 
 
 def _word_pattern() -> str:
-    """A segment by the rules WB4 to WB13b of UAX #29 that contains more than connectors, or a letter by itself.
+    """Matches a word by the rules WB4 to WB13b of UAX #29, or a letter by itself, but no run of connectors alone.
 
-    The package's own boundaries (its flag WORD) differ from the rules where a mark precedes a colon or an apostrophe.
+    The flag WORD of the package regex differs from the rules if a mark precedes a colon or an apostrophe.
     """
 
     def unit(*classes: str) -> str:
-        """A character of these values of Word_Break with the marks after it, which the rules ignore (WB4)."""
+        """Matches a character of these Word_Break classes, and the marks after it, which the rules ignore (WB4)."""
         return "[" + "".join(rf"\p{{WB={name}}}" for name in classes) + "]" + marks
 
     marks = r"[\p{WB=Extend}\p{WB=Format}\p{WB=ZWJ}]*+"
@@ -141,15 +142,15 @@ def normalized(caption: str) -> str:
 
 
 def has_word(text: str) -> bool:
-    """Whether a text contains a letter or a digit."""
+    """True if a text contains a letter or a digit."""
     return any(map(str.isalnum, text))
 
 
 def unicode_words(caption: str) -> list[str]:
-    """The words of a caption: its segments by Unicode's default word boundaries that contain a letter or a digit.
+    """The segments of a caption by Unicode's default word boundaries, without those that have no letter or digit.
 
-    Marks, joiners, apostrophes and decimal points inside a word do not split it. A Han character or Hiragana sign is a
-    word by itself, and so is a Thai letter with its marks; see `characters` for these scripts.
+    Marks, joiners, apostrophes and decimal points inside a word do not split it. Scripts without spaces need
+    `characters`, because each Han character, Hiragana sign or Thai letter is a word here.
     """
     return [word for word in _patterns().words(normalized(caption)) if has_word(word)]
 
@@ -157,9 +158,9 @@ def unicode_words(caption: str) -> list[str]:
 def characters(caption: str) -> list[str]:
     """The characters of scripts without spaces, and the words of all others.
 
-    A token is one letter with its marks (an extended grapheme cluster and the marks after it) if its script separates
-    no words by spaces: Han, Hiragana, Katakana, Thai, Lao, Khmer, Burmese and a few others. The text between such
-    letters, for example a run of Latin letters or of digits, is split as `unicode_words` does.
+    In Han, Hiragana, Katakana, Thai, Lao, Khmer, Burmese and a few other scripts, each letter with its marks (an
+    extended grapheme cluster and the marks after it) is a token. The text between such letters is split as
+    `unicode_words` does.
     """
     tokens: list[str] = []
     for letter, others in _patterns().runs(normalized(caption)):
@@ -189,7 +190,7 @@ def character_parts(tokens: list[str]) -> list[str]:
 
 
 def is_without_spaces(text: str) -> bool:
-    """Whether a text has a letter of a script that is written without spaces between words."""
+    """True if a text has a letter of a script that is written without spaces between words."""
     return _patterns().finds_without_space(text) is not None
 
 
@@ -209,8 +210,8 @@ class Tokenizer:
     parts: Callable[[list[str]], list[str]] = word_parts
 
 
-# `tokens` are the words of the annotation file as they are, which `Dataset` holds joined with spaces. `subword` is here
-# for what counts and compares words; the pieces of a caption depend on the vocabulary's model (`subwords.py`).
+# `tokens` splits the annotation file's tokens, which `Dataset` holds joined with spaces. `subword` splits into words
+# here, to count and compare them; a caption's pieces depend on the vocabulary's model (`subwords.py`).
 TOKENIZERS: dict[str, Tokenizer] = {
     "expansionnet": Tokenizer(tokenize),
     "spacy": Tokenizer(tokenize_like_spacy),
@@ -227,5 +228,5 @@ def text_column(tokenizer: str | None) -> str:
 
 
 def caption_words(tokenizer: str, caption: str) -> list[str]:
-    """The words of a raw caption, to count and compare them. `tokens` splits a raw caption as `expansionnet`."""
+    """The words of a raw caption, to count and compare them. For `tokens` they are those of `expansionnet`."""
     return TOKENIZERS["expansionnet" if tokenizer == "tokens" else tokenizer].split(caption)

@@ -1,6 +1,6 @@
 """Captions of synthetic scenes in English and Chinese, and the main object that such a caption names.
 
-A grammar has seven templates for scenes with two objects and seven for one. They name the main object before the second
+A grammar has seven templates for scenes with two objects, and seven for one. All name the main object before the second
 one, and a color before its shape.
 """
 
@@ -27,8 +27,8 @@ Forms = Mapping[str, tuple[str, ...]]
 class Grammar:
     """How a language describes a scene.
 
-    words: draws the values of the templates' names for a scene. end: the mark after a caption. colors, shapes: the
-    forms of each color and of each shape in captions, by its English name.
+    words: draws the words that fill in the templates for a scene. end: the mark after a caption. colors, shapes: how
+    captions write each color and shape, by its English name.
     """
 
     pair_templates: tuple[str, ...]
@@ -51,12 +51,12 @@ def scene_captions(rng: random.Random, scene: Scene, language: str) -> list[str]
 
 
 def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
-    """(color, shape), by their English names, of the first object in a caption of a language of `GRAMMARS`.
+    """The English names (color, shape) of the first object in a caption in a language of `GRAMMARS`.
 
-    None when no shape is named, or no color with it.
+    None if the caption names no shape, or no color before its first shape.
     """
     names = _names_of_forms(language)
-    in_chinese = "|".join(map(re.escape, names))  # whose words are not separated
+    in_chinese = "|".join(map(re.escape, names))  # Chinese has no spaces between words
     tokens = tokenize(caption) if language == "en" else re.findall(in_chinese, normalized(caption))
     color = None
     for kind, name in (names[token] for token in tokens if token in names):
@@ -64,11 +64,6 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
             return None if color is None else (color, name)
         color = name
     return None
-
-
-def shape_names(language: str) -> Forms:
-    """The forms of each shape, by its English name, in captions of a language of `GRAMMARS`."""
-    return GRAMMARS[language].shapes
 
 
 @cache
@@ -81,7 +76,7 @@ def _names_of_forms(language: str) -> dict[str, tuple[str, str]]:
     return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
 
-# English. None of the background's words is a color of an object, because `main_object` takes it for the object's.
+# English. A word for a background must not be the color of an object, because `main_object` would take it for one.
 _ENGLISH_SIZES = {"large": ("large", "big"), "medium": ("medium",), "small": ("small", "little")}
 # For each relation: words from the main object to the second one, and words from the second one to the main object.
 _ENGLISH_RELATIONS = {
@@ -113,7 +108,7 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-# Chinese: the measure word of a noun
+# Chinese: the noun and its measure word
 _CHINESE_SHAPES = {
     "circle": ("圆形", "个"),
     "square": ("正方形", "个"),

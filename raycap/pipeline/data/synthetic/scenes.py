@@ -1,8 +1,8 @@
 """The synthetic data set: pictures of one or two colored shapes with captions, in Karpathy layout like COCO.
 
-The main object is the larger one, and every caption names it first. With shapes of equal size, both "a circle left of a
-square" and "a square right of a circle" would be correct. Image i depends only on (seed, i), so a smaller data set
-equals the first images of a larger one.
+The main object is the larger one, and every caption names it first. With equal sizes, "a circle left of a square" and
+"a square right of a circle" would both be correct. Image i depends only on the seed and i, so that a smaller data set
+is the beginning of a larger one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLORS: dict[str, tuple[int, int, int]] = {
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 # The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
-# None of these is in COLORS, so that a caption's first color is the main object's, in every language.
+# None of these is in COLORS, so that the first color in a caption is that of the main object, in every language.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
 # Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
@@ -58,16 +58,16 @@ POSITIONS = {
     "at the bottom": (0, 1),
 }
 
-# Shares of the image: where objects may start (left or top), where they must end, and the length between them. LENGTH
-# is not computed, because END - START has another rounding error, which would change the pictures.
+# Shares of the image: where objects may start (left or top), where they must end, and the length between. LENGTH is not
+# END - START, because its rounding error would change the pictures.
 START, END, LENGTH = 0.03, 0.97, 0.94
-MAX_SLANT = 0.4  # largest distance of two centers across their relation's axis, as a share of that along the axis
+MAX_SLANT = 0.4  # the largest slant of the line between two centers: distance across the relation's axis / along it
 SINGLE_SHARE = 0.25  # share of pictures with only one shape
 SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
 # Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
-REGION_NOISE = 0.2  # standard deviation; one shape in 1,000 has a larger feature for a wrong color than for its own
+REGION_NOISE = 0.2  # standard deviation; for one shape in 1,000 a wrong color has a larger feature than the right one
 REGION_JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
 REGION_WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
 
@@ -146,8 +146,8 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
 def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
     """Centers [x, y] of the main and the second object, which do not overlap along the relation's axis.
 
-    Across this axis the centers differ by at most MAX_SLANT times their distance along it, so that "left of" is never
-    also "above". extents: half the widths of the two objects.
+    MAX_SLANT limits their distance across this axis, so that "left of" is never also "above". extents: half the widths
+    of the two objects.
     """
     room = LENGTH - 2 * sum(extents)
     gap = rng.uniform(0.03, max(0.03, 0.6 * room))  # between the two objects
@@ -210,26 +210,17 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
     try:
         with atomic_folder(folder, replace=False, durable=False) as partial:
             (partial / "images").mkdir()
-            _write_annotations(partial, [_write_image(partial, config, index) for index in range(config.num_images)])
+            images = [_write_image(partial, config, index) for index in range(config.num_images)]
+            content = json.dumps({"dataset": "raycap-scenes", "images": images})
+            (partial / "dataset.json").write_text(content, "utf-8")
             (partial / MARKER).write_text(marker, "utf-8")
     except OSError:
         if not _is_complete(folder, marker):  # else another process has just written the same files
             raise
 
 
-def write_annotations(folder: Path, config: SceneConfig) -> None:
-    """Writes `dataset.json` and an empty folder for the images, to check a configuration before images are drawn."""
-    (folder / "images").mkdir()
-    _write_annotations(folder, [_entry(config, index) for index in range(config.num_images)])
-
-
-def _write_annotations(folder: Path, images: list[Values]) -> None:
-    """Writes Karpathy's file of these entries."""
-    (folder / "dataset.json").write_text(json.dumps({"dataset": "raycap-scenes", "images": images}), "utf-8")
-
-
 def _is_complete(folder: Path, marker: str) -> bool:
-    """Whether the folder holds the data set that `marker` describes. Raises UserError when it holds anything else."""
+    """True if the folder holds the data set of `marker`, false if it is empty. Raises UserError for other content."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / MARKER).is_file() or (folder / MARKER).read_text("utf-8") != marker:
@@ -239,21 +230,15 @@ def _is_complete(folder: Path, marker: str) -> bool:
 
 
 def _write_image(folder: Path, config: SceneConfig, index: int) -> Values:
-    """Draws and saves one picture; returns its entry for the Karpathy file."""
-    scene, _ = make_scene(config.seed, index)
-    entry = _entry(config, index)
-    draw_scene(scene, config.image_size).save(folder / "images" / entry["filename"])
-    return entry
-
-
-def _entry(config: SceneConfig, index: int) -> Values:
-    """The entry of one picture in the Karpathy file."""
+    """Draws and saves one picture. Returns its entry for the Karpathy file."""
     scene, captions = make_scene(config.seed, index, config.language)
+    filename = f"scene_{index:06d}.png"
+    draw_scene(scene, config.image_size).save(folder / "images" / filename)
     tokenize = TOKENIZERS[suggested_tokenizer(config.language)].split
     sentids = list(range(index * CAPTIONS_PER_IMAGE, (index + 1) * CAPTIONS_PER_IMAGE))
     return {
         "filepath": "images",
-        "filename": f"scene_{index:06d}.png",
+        "filename": filename,
         "imgid": index,
         "cocoid": index + 1,
         "split": scene.split,
@@ -268,10 +253,10 @@ def _entry(config: SceneConfig, index: int) -> Values:
 def main_object_hits(
     predictions: Mapping[object, str], references: Mapping[object, Sequence[str]], language: str = "en"
 ) -> dict[Any, bool]:
-    """Whether each predicted caption names the color and the shape of the references' main object, by image id.
+    """For each image id, whether the predicted caption names the color and shape of the references' main object.
 
-    Raises ValueError when the arguments have different images, and when the references of an image do not all name the
-    same main object. All references of the synthetic data set do; those of other data sets need not.
+    Raises ValueError if the arguments have different images, or if the references of an image do not all name the same
+    main object, as those of the synthetic data set do.
     """
     if not references or predictions.keys() != references.keys():
         raise ValueError("captions and references are not those of the same images; give one caption per image")
@@ -288,7 +273,7 @@ def main_object_hits(
 
 
 def regions_file_name(config: SceneConfig) -> str:
-    """A name with a hash of everything that determines the file's content."""
+    """The name of a file of regions, with a hash of everything that determines its content."""
     scenes = {key: value for key, value in asdict(config).items() if key != "language"}  # regions have no words
     settings = json.dumps([scenes, REGION_NOISE, REGION_JITTER, REGION_WIDTH], sort_keys=True)
     return f"synthetic-regions-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.hdf5"
@@ -304,9 +289,9 @@ def scene_regions(config: SceneConfig) -> Iterator[tuple[int, np.ndarray, np.nda
 def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Simulated detector features (R, REGION_WIDTH) and boxes (R, 4), corners x0 y0 x1 y1 in pixels, of one scene.
 
-    A region is the box of a shape or of the whole picture. Its features start with one number for each color, shape and
-    background: 1 when the region has it and 0 otherwise, plus noise. The box's position and size follow, as in
-    bottom-up features. A detector sorts regions by its confidence; these are sorted by size.
+    The regions are the whole picture and each shape, sorted by size. Features start with one number for each color,
+    shape and background: 1 if the region has it, 0 otherwise, plus noise. The position and size of the box follow, as
+    in bottom-up features.
     """
     shapes = [shape for shape in (scene.main, scene.second) if shape is not None]
     boxes = [
@@ -324,6 +309,6 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
 
 
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
-    """Features of a region without noise, position and size; `shape` is None for the region of the whole picture."""
+    """The features of a region before noise, position and size are added. shape: None for the whole picture."""
     attributes = (background,) if shape is None else (shape.color, shape.shape)
     return np.array([float(name in attributes) for name in (*COLORS, *SHAPES, *BACKGROUNDS)])

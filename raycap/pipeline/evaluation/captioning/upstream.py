@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from raycap.models.config import BackboneConfig, ExpansionNetConfig, MeshedMemor
 from raycap.models.convert import upstream as convert
 from raycap.models.convert.tensor_files import load_strictly, read_tensors
 from raycap.models.encoders.backbone import Backbone, load_tensors
+from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
@@ -196,13 +197,12 @@ def _checked_words(content: object, words_key: str, ids_key: str, path: Path, la
 
 
 class ImportRequest(NamedTuple):
-    """The files to import, and the checked settings of the sections `model` and `backbone` that the user gave."""
+    """The files to import, and the settings of the sections `model` and `backbone` that the user gave."""
 
     checkpoint: Path
     tokens: Path
     settings: dict[str, Values]
     backbone_file: Path | None
-    backbone_overrides: Sequence[str]
 
 
 # The imported model, its vocabulary, and two texts for the user: the model's sizes, and the features that it takes.
@@ -218,20 +218,25 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
     if swin and request.backbone_file is not None:
         raise UserError(f"{request.checkpoint} contains a Swin ({len(swin)} tensors); leave --backbone out")
     inferred = convert.infer_expansionnet(tensors)
-    config = convert.complete_config(inferred, request.settings["model"])
+    config = parse_section(ExpansionNetConfig, convert.complete_settings(inferred, request.settings["model"]), "model")
+    groups, total = list(config.static_expansion or ()), inferred.total_expansion
+    if sum(groups) != total:
+        raise ValueError(
+            f"model.static_expansion = {groups} sums to {sum(groups)}, and the checkpoint holds {total} expansion "
+            f"vectors; give --set model.static_expansion=[...] with groups that sum to {total}"
+        )
     tensors = convert.join_rows(tensors, convert.upstream_names(config), "an ExpansionNet v2", config)
     model = _build(request, config, inferred, vocabulary, tensors)
-    sizes = f"G = {list(config.static_expansion or ())}, N_E = {config.dynamic_expansion}"
+    sizes = f"G = {groups}, N_E = {config.dynamic_expansion}"
     if request.backbone_file is not None:
         swin = read_tensors(request.backbone_file)
     if swin:
         backbone = _build_backbone(swin, request.settings["backbone"], inferred.feature_width)
         features = f"Backbone: {backbone.config.name} at {backbone.config.image_size} px, {backbone.num_tokens} tokens"
         return Captioner(model, backbone), vocabulary, sizes, features
-    if request.backbone_overrides:
+    for key in request.settings["backbone"]:
         raise UserError(
-            f"--set {request.backbone_overrides[0]}: {request.checkpoint} holds no Swin; add --backbone FILE or "
-            "leave it out"
+            f"--set backbone.{key}: {request.checkpoint} holds no Swin; add --backbone FILE or leave it out"
         )
     features = (
         f"No backbone: the bundle captions stored features of width {inferred.feature_width}; raycap caption needs "
@@ -242,8 +247,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 
 def _import_meshed_memory(request: ImportRequest) -> Imported:
     """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
-
-    if request.backbone_file is not None or request.backbone_overrides:
+    if request.backbone_file is not None or request.settings["backbone"]:
         raise UserError(
             "the Meshed-Memory Transformer works on region features; leave --backbone out, and its settings"
         )
@@ -252,7 +256,7 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
     given = request.settings["model"]
     # padding is attended unless a setting says otherwise, as when the published weights were trained
     regions = {"attended_regions": given.get("attended_regions", convert.MESHED_REGIONS)}
-    config = MeshedMemoryConfig(**(convert.complete_settings(inferred, given) | regions))
+    config = parse_section(MeshedMemoryConfig, convert.complete_settings(inferred, given) | regions, "model")
     model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
     features = f"No backbone: the bundle captions stored region features of width {inferred.feature_width}"
     return Captioner(model), vocabulary, f"{config.num_memory_slots} memory slots", features
@@ -283,7 +287,7 @@ def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: in
 
     Raises UserError if the model takes features of another width, and ValueError for tensors of other sizes.
     """
-    backbone = Backbone(BackboneConfig(**settings | {"weights": "none"}))
+    backbone = Backbone(parse_section(BackboneConfig, settings | {"weights": "none"}, "backbone"))
     if backbone.width != feature_width:
         raise UserError(
             f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; they do not "
@@ -293,8 +297,8 @@ def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: in
     return backbone
 
 
-# By format: the project's name, the function that reads its files, and the class of its model's configuration.
-FORMATS: dict[str, tuple[str, Callable[[ImportRequest], Imported], type[ModelConfig]]] = {
-    "expansionnet_v2": ("ExpansionNet v2", _import_expansionnet, ExpansionNetConfig),
-    "meshed_memory": ("Meshed-Memory Transformer", _import_meshed_memory, MeshedMemoryConfig),
+# for each format the project's name and the function that reads its files
+FORMATS: dict[str, tuple[str, Callable[[ImportRequest], Imported]]] = {
+    "expansionnet_v2": ("ExpansionNet v2", _import_expansionnet),
+    "meshed_memory": ("Meshed-Memory Transformer", _import_meshed_memory),
 }

@@ -1,8 +1,8 @@
 """Reads local files that may be anything, and parses JSON, YAML and gzip from elsewhere.
 
 A file may be a pipe, a device, or larger than the memory. A document that cannot be parsed raises a UserError that
-begins with its name. Depth, aliases and the size of what comes out are limited, because a few hundred bytes of nested
-lists, YAML aliases or gzip can fill the memory.
+begins with its name. Depth, aliases and decompressed size are limited, because a few hundred bytes of nested lists,
+YAML aliases or gzip can fill the memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_DOCUMENT_BYTES = 2**30
-MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this many
-MAX_YAML_NUMBER = 1000  # characters; base 60 would make a number of a million
-MAX_YAML_NODES = 100_000  # with each alias counted as a copy
-MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, with each alias counted as a copy
+MAX_YAML_CHARACTERS = 2**18  # for which the parser takes seconds
+MAX_YAML_NUMBER = 1000  # characters, because YAML's numbers in base 60 can become very large
+MAX_YAML_NODES = 100_000  # where an alias counts as a copy
+MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, where an alias counts as a copy
 MAX_YAML_DEPTH = 50
 MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
-MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
+MIN_LIMIT_BYTES = 64 * 2**20  # to which even the smallest file may decompress
 YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -61,12 +61,12 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a path leads to a regular file. A text that cannot be a path leads to none."""
+    """True if the path leads to a regular file. A text that cannot be a path leads to none."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path leads to a folder. A text that cannot be a path leads to none."""
+    """True if the path leads to a folder. A text that cannot be a path leads to none."""
     return stat.S_ISDIR(_mode(path))
 
 
@@ -94,7 +94,7 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 class RangedFile(io.RawIOBase):
-    """A file of `size` bytes without a buffer, of which a function reads ranges, each given by start and length."""
+    """A file of `size` bytes without a buffer. `read_range` reads a range, given by its start and length."""
 
     def __init__(self, size: int, read_range: Callable[[int, int], bytes]) -> None:
         self.size, self.read_range, self.place = size, read_range, 0
@@ -131,12 +131,11 @@ _STRICT = JSONDecoder(parse_constant=_refuse_constant)  # made once, because a f
 
 
 def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
-    """The value of a JSON document in UTF-8. NaN, Infinity and text with half a character are refused.
+    """The value of a JSON document in UTF-8. NaN, Infinity and half of a surrogate pair are refused.
 
-    A number such as 1e999 is still read as infinity, so that code that needs an integer must expect OverflowError. A
-    value may be nested some hundred levels deep, so that messages need `quoted` in place of `repr`.
-    strict: False allows NaN, Infinity and escapes of half characters, for a reader that checks every value it uses and
-    can name the place.
+    Callers must expect OverflowError when they make an integer, because 1e999 is read as infinity. They must use
+    `quoted` in place of `repr` in messages, because a value may be nested hundreds of levels deep.
+    strict: if false, NaN, Infinity and halves of surrogate pairs are allowed, for a reader that checks each value.
     """
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
@@ -182,7 +181,7 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """What is wrong in YAML, and where. It quotes no word of the text, which may be a secret."""
+    """What is wrong in YAML, and where. No word of the text is quoted, because it may be a secret."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return one_line(error)
@@ -201,10 +200,10 @@ def _place(mark: yaml.Mark) -> str:
 def _measure_node(
     node: yaml.Node, name: str, measured: dict[int, tuple[int, int, int]], parents: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """The numbers of nodes and characters and the height of a tree in which each alias is a copy.
+    """The numbers of nodes and characters and the height of a tree, where an alias counts as a copy.
 
-    Raises UserError above a limit. measured: the results of earlier nodes, by identity, so that the time is that of the
-    file's own nodes.
+    Raises UserError above a limit. measured: the results by a node's identity, so that an alias takes no time. parents:
+    the identities of the nodes above this one.
     """
     if id(node) in parents:
         raise UserError(f"{name}: an alias contains itself")
@@ -233,7 +232,7 @@ def _measure_node(
 
 
 def _refuse_repeated_keys(pairs: Sequence[object], name: str) -> None:
-    """Raises UserError for a key that a mapping has twice; the parser would use the last one. pairs: a node's value."""
+    """Raises UserError if a mapping has a key twice; the parser would use the last. pairs: the node's value."""
     seen = set[tuple[str, str]]()
     for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
         if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):

@@ -1,9 +1,8 @@
 """The process that parses Parquet files from elsewhere. `parquet_files` starts this file as a script.
 
-Arrow ends the whole process when it is asked for a column whose footer contradicts itself, and a few hundred bytes can
-decompress to gigabytes. So this process has limits of memory and time. It opens nothing itself: it asks its parent for
-ranges of the file. The parent sends tasks as JSON, and the bytes of each range. The child sends pairs of a kind and a
-content:
+A damaged footer can make Arrow end its whole process, and a few hundred bytes can decompress to gigabytes. Therefore
+this process has limits of memory and time. It opens no file: it asks its parent for ranges of one. The parent sends
+tasks as JSON, and the bytes of each range. The child sends pairs of a kind and a content:
 
     R  start and length of a range, as JSON        E  an error
     B  a record batch, as an Arrow stream          D  the end, with JSON
@@ -28,8 +27,8 @@ from raycap.pipeline.storage.untrusted.documents import RangedFile
 MAX_MEMORY = 4 * 2**30  # bytes of address space
 MAX_CPU_S = 120  # per task
 MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than images
-MIN_LIMIT_BYTES = 64 * 2**20  # what any file may decompress to
-MIN_LIMIT_VALUES = 1_000_000  # rows that any file may have; a larger file may have one per byte
+MIN_LIMIT_BYTES = 64 * 2**20  # to which even the smallest file may decompress
+MIN_LIMIT_VALUES = 1_000_000  # rows that even the smallest file may have; a large file may have one per byte
 BATCH_ROWS = 8192
 
 
@@ -43,9 +42,10 @@ def send_batch(parent: Connection, batch: pa.RecordBatch) -> None:
 
 
 def describe(file: pq.ParquetFile) -> Values:
-    """The columns, the number of rows of each row group, and {name: [leaf, column of names]} of columns of files.
+    """columns: their names. groups: the number of rows of each row group. binary: the columns that contain files.
 
-    These are columns of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes.
+    These are columns of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes. binary has the
+    number of the leaf column with the bytes, and the name of the column of paths if there is one.
     """
     schema, metadata = file.schema_arrow, file.metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
@@ -71,8 +71,8 @@ def is_binary(kind: pa.DataType) -> bool:
 def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> None:
     """Sends the rows of some columns, or parts of columns such as image.path.
 
-    A repeated text is stored once and would be decoded for each row. Columns of text are therefore read as
-    dictionaries, and the size of their text is added up.
+    A file can store a text once and repeat it in each row. Columns of text are therefore read as dictionaries, so that
+    the size of all rows is known before they are made.
     """
     metadata = pq.ParquetFile(source).metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
@@ -155,7 +155,7 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
             try:
                 kind, content = b"D", json.dumps(answer(parent, task)).encode()
-            except MemoryError:  # pyarrow's error for memory is one, too
+            except MemoryError:  # also pyarrow's ArrowMemoryError
                 kind, content = b"E", b"it needs too much memory"
             except Exception as error:  # damaged files raise nearly any type
                 kind, content = b"E", " ".join(str(error).split()).encode(errors="replace")

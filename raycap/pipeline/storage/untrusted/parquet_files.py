@@ -1,7 +1,7 @@
-"""Reads Parquet files from elsewhere: rows of small columns, and the values of a column of files' contents.
+"""Reads Parquet files from elsewhere: rows of small columns, and the contents of images.
 
-A process of its own parses them, with limits of memory and time (`parquet_child`). Every failure is a UserError that
-begins with the file's name. Storage errors are raised as they are.
+Another process parses them, with limits of memory and time (`parquet_child`). A file that it cannot read raises a
+UserError that begins with the file's name. Errors of the storage are raised as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHILD = Path(__file__).with_name("parquet_child.py")
 
 
 class RowPlace(NamedTuple):
-    """Where a value is: the row group, the row in it, and the number of the leaf column."""
+    """The place of a value: the row group, the row in it, and the number of the leaf column."""
 
     group: int
     row: int
@@ -38,7 +38,7 @@ class RowPlace(NamedTuple):
 
 
 class BinaryColumn(NamedTuple):
-    """A column of files' contents: the number of its leaf column, and the column of their names, if there is one."""
+    """A column that contains files: the number of its leaf column, and the column of their names if there is one."""
 
     leaf: int
     names: str | None
@@ -68,7 +68,7 @@ class ParquetFile:
                 raise UserError(f"{self.name} has a text that is not UTF-8: {error}; write it again") from error
 
     def places(self, column: BinaryColumn) -> Iterator[RowPlace]:
-        """Where the value of each row is in a column of files' contents."""
+        """The place of each row's value in a column that contains files."""
         for group, count in enumerate(self.num_rows_of_groups):
             yield from (RowPlace(group, row, column.leaf) for row in range(count))
 
@@ -85,7 +85,7 @@ class ParquetFile:
 
 
 class _Child:
-    """The child process, which is started at its first task, and again after it has died. One task at a time."""
+    """The child process. It has one task at a time. The next task starts it again if it has died."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

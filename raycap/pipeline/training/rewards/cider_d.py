@@ -85,7 +85,7 @@ class CiderDReward:
         return [word for word in words if word.strip()] + [EOS] * self.eos
 
     def _metric_words(self, tokens: Tensor, word_ids: Mapping[str, int]) -> tuple[Tensor, Tensor]:
-        """The words (R, W) of the texts of captions of subwords, with padding, and their numbers (R,)."""
+        """Splits captions of subwords into the metrics' words: ids (R, W) with padding, and the lengths (R,)."""
         rows = [tuple(row) for row in tokens.tolist()]
         encoded: dict[tuple[int, ...], Tensor] = {}
         for row in dict.fromkeys(rows):
