@@ -94,7 +94,7 @@ def evaluate(
     chosen = splits or evaluated_config.data.test_splits
     if not bundles:
         _require_run(run_config, stage)
-    images = find_images(evaluated_config, chosen)
+    images, training = find_images(evaluated_config, chosen)
     if not bundles:
         configs = seed_configs(run_config, seeds)
         bundles, kept_config = _run_bundles(configs, stage)
@@ -107,7 +107,7 @@ def evaluate(
     label, name = _label(run_config, bundles, others, one_by_one=one_by_one)
     folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
     settings = common_settings(evaluated_config, bundles, others)
-    evaluator = Evaluator(settings, images, options, address)
+    evaluator = Evaluator(settings, images, replace(options, training=training), address)
     evaluator.check([*systems, *([other] for other in others)])
     with folder.writing():
         if one_by_one or others:
@@ -290,10 +290,10 @@ def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[
     return found
 
 
-def find_images(config: RunConfig, splits: Sequence[str]) -> dict[str, Dataset]:
-    """The images of each split, also those without references. Raises UserError."""
+def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
+    """The images of each split, also those without references, and the training images. Raises UserError."""
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return images_by_split(dataset, splits)
+    return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
 
 
 def _label(

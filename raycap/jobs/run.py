@@ -243,6 +243,7 @@ class RunDriver:
         images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
         options = Options(
+            training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
             unconstrained=(data.val_split,),  # validations during training have no constraints
             captions=stored_captions(folder, images, digests),
@@ -388,6 +389,7 @@ class RunDriver:
         # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
         validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
         stage = folder.delivered()
+        why = "the last, as deliver says" if self.config.deliver == "last" else "the best in training's validations"
         lines = [
             "",
             format_table(*score_table(scores.splits)),
@@ -396,7 +398,7 @@ class RunDriver:
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}{'' if stage is None else f' (stage {stage.name})'}",
+            f"model        {bundle}{'' if stage is None else f' (stage {stage.name}: {why})'}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",

@@ -93,11 +93,13 @@ class Inputs:
 class Options:
     """What an evaluation may be given besides bundles, images and settings.
 
+    training: the images whose captions the models have learned, for the share of captions seen in training.
     constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: only these
     are computed, without alignment and confidence. captions: those of an earlier attempt. keep: is called with new
     captions before they are scored, because scoring can take long or fail.
     """
 
+    training: Dataset | None = None
     constraints: Path | None = None
     unconstrained: Sequence[str] = ()
     metrics: tuple[str, ...] = ()
@@ -235,10 +237,11 @@ def caption_scores(
     *,
     language: str | None = None,
     several: Mapping[Any, Sequence[str]] | None = None,
+    training: Dataset | None = None,
 ) -> MetricScores | None:
     """The scores of captions of images by these metrics; None if no image has both references and a caption.
 
-    several: see `ScoreInputs`. language: None for that of the settings.
+    several: see `ScoreInputs`. training: see `Options`. language: None for that of the settings.
     """
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
@@ -254,6 +257,7 @@ def caption_scores(
         metrics=metrics,
         language=language,
         inputs=inputs,
+        training_captions=training.texts() if training is not None and training.num_captions else None,
     )
 
 
@@ -275,6 +279,7 @@ def _scored(
         settings,
         language=protocol.language,
         several=result.several,
+        training=options.training,
     )
     hits: dict[int, bool] = {}
     if scores is not None and data.synthetic is not None:

@@ -327,13 +327,14 @@ def score_captions(
     metrics: Iterable[str] = DEFAULT_METRICS,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
+    training_captions: Iterable[str] | None = None,
 ) -> MetricScores:
     """Scores of one raw caption per image against that image's raw reference captions.
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
     language: of all captions; metrics that are defined for English only are unavailable for others. inputs: without
-    them, metrics that need them are unavailable.
+    them, metrics that need them are unavailable. training_captions: see `caption_stats`.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """
@@ -348,7 +349,7 @@ def score_captions(
         if set(metric.names) & set(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
-    extras |= caption_stats(predicted, language)
+    extras |= caption_stats(predicted, language, training_captions)
     signature = _signature(by_name, captions, language)
     return MetricScores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
 
