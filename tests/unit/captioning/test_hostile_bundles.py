@@ -245,7 +245,7 @@ def test_each_flipped_bit_is_found_and_its_file_named(bundle: Path, tmp_path: Pa
     shutil.copytree(bundle, folder)
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
-        "card.md", "config.yaml", "digests.json", "model.safetensors", "preprocessing.json", "vocabulary.json",
+        "config.yaml", "digests.json", "model.safetensors", "preprocessing.json", "vocabulary.json",
     ]  # fmt: skip
     for name in names:
         data = (folder / name).read_bytes()

@@ -25,14 +25,13 @@ WHOLE = LocalContext()
 
 @torch.no_grad()
 def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
-    """Batches, workers, further captions and the alignment do not matter. Ensembles, constrained searches and training
-    have no signals."""
+    """Batches, workers and further captions do not matter. Ensembles, constrained searches and training have none."""
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
 
-    def signals(context: LocalContext = WHOLE, alignment: bool = False, **keys: Any) -> dict[int, tuple[float, ...]]:
+    def signals(context: LocalContext = WHOLE, **keys: Any) -> dict[int, tuple[float, ...]]:
         settings = EvaluationSection(**({"beam_size": 3, "max_length": 9, "batch_size": 3} | keys))
-        search = CaptionSearch(settings, WORDS, with_alignment=alignment)
+        search = CaptionSearch(settings, WORDS)
         found, _ = caption_split([captioner], [images], search, context)
         assert all(not each.signals for ranked in found.values() for each in ranked[1:])
         return {image: ranked[0].signals for image, ranked in found.items()}
@@ -44,7 +43,6 @@ def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
         signals(batch_size=7),
         signals(batch_size=1),
         signals(half(0)) | signals(half(1)),
-        signals(alignment=True),
         signals(num_results=3),
     ):
         assert others.keys() == whole.keys()

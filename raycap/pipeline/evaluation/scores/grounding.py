@@ -230,7 +230,7 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
             for reference in reference_ids[image]:
                 values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
                 scores[image] = np.maximum(scores[image], values)
-    return scores if encoder.baseline is None else (scores - encoder.baseline) / (1 - encoder.baseline)
+    return scores
 
 
 def greedy_match(
