@@ -146,12 +146,11 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations caption in this process, if `features.store` is never, and draw no heat maps, which takes long."""
+    """Evaluations caption in this process, if `features.store` is never."""
     from tests.support.captioning import caption_here
 
     monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.caption_on_cluster", caption_here)
     monkeypatch.setattr("raycap.pipeline.evaluation.evaluate.start_ray", lambda *_: None)
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", lambda images, *_, **__: list(images))
 
 
 @pytest.fixture(scope="session")

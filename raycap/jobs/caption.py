@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bund
 from raycap.jobs.options import Address
 from raycap.models.config import PLAIN, Values
 from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
+from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
@@ -27,7 +27,7 @@ from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
-from raycap.pipeline.evaluation.reports.pictures import draw_clusters, draw_word_maps
+from raycap.pipeline.evaluation.reports.pictures import draw_word_maps
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import printable, quoted, shown
 from raycap.pipeline.runtime.processor import prepare_processor
@@ -67,8 +67,7 @@ SearchSet = Annotated[
     ),
 ]
 Precision = Annotated[
-    Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="float32; bfloat16, in which a few captions differ; or auto, the faster one, measured."),
+    Literal["float32", "bfloat16"], typer.Option(help="float32, or bfloat16, in which a few captions differ.")
 ]
 MinConfidence = Annotated[
     float | None,
@@ -76,9 +75,6 @@ MinConfidence = Annotated[
 ]
 Explain = Annotated[
     Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
-]
-Head = Annotated[
-    int | None, typer.Option(min=1, help="With --explain: the attention of this head only, not of their mean.")
 ]
 GpusPerWorker = Annotated[
     float | None, typer.Option(min=0, help="GPUs of each process on Ray. The default is 1 if it has GPUs, else 0.")
@@ -104,7 +100,6 @@ def caption(
     precision: Precision = "float32",
     min_confidence: MinConfidence = None,
     explain: Explain = None,
-    head: Head = None,
     gpus_per_worker: GpusPerWorker = None,
     max_workers: MaxWorkers = None,
     max_wait_minutes: MaxWaitMinutes = WorkersSection().max_wait_minutes,
@@ -122,19 +117,20 @@ def caption(
     names = find_images(images)
     processes = Processes(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     changes = _changes(set_ or (), beam_size, max_length)
-    request = Request(open_bundle("--model", model), changes, num_results, min_confidence, explain, head, processes)
+    opened = open_bundle("--model", model)
+    request = Request(opened, changes, num_results, precision, min_confidence, explain, processes)
     request.check(len(names))
     output = None if out is None else CaptionFile(storage_path(out), min_confidence)
     if output is None and min_confidence is not None:
         raise UserError(f"--min-confidence {min_confidence:g} needs --out, beside which it writes the review file")
-    return _caption(names, request, precision, output, json_lines=json_lines)
+    return _caption(names, request, output, json_lines=json_lines)
 
 
 class Processes(NamedTuple):
     """The processes on Ray, and how long to wait for them.
 
-    address: of a cluster; None for a Ray on this machine. gpus: of each process; None: 1 if the cluster has GPUs now,
-    else 0. most: the largest number of processes; None for as many as the cluster has room for.
+    address: of a cluster; None starts Ray on this machine. gpus: of each process; if None, each gets one GPU where Ray
+    has GPUs, and else none. most: the largest number of processes; None for as many as Ray has room for.
     """
 
     address: str | None
@@ -146,18 +142,18 @@ class Processes(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """A model with the changes to its search, the number of captions per image, and the pictures that are drawn.
+    """What the options of the command ask for.
 
-    explain: the folder of the pictures; None for none. head: the number, from 1, of the head whose attention they show;
-    None for the mean over all heads.
+    changes: keys of the section `evaluation` that replace those of the bundle's search. num_results: captions per
+    image. min_confidence: as in `CaptionFile`. explain: the folder for pictures of heat maps, or None.
     """
 
     opened: OpenedBundle
     changes: Values
     num_results: int
+    precision: str
     min_confidence: float | None
     explain: Path | None
-    head: int | None
     processes: Processes
 
     @cached_property
@@ -173,22 +169,19 @@ class Request:
 
     @property
     def joins_cluster(self) -> bool:
-        return bool(cluster_address(self.processes.address))  # Ray sets its variable for a submitted job
+        return bool(cluster_address(self.processes.address))  # Ray gives the address to a submitted job in a variable
 
     def check(self, num_images: int) -> None:
         """Raises UserError for a bundle or options with which no image can be captioned."""
-        bundle, settings, head = self.opened.bundle, self.settings, self.head
+        bundle, settings = self.opened.bundle, self.settings
         if bundle.transform is None:
             raise UserError(
                 f"--model {self.opened.location}: this bundle has no backbone, it captions a detector's region "
                 "features or stored grid features and not images; caption a split with `raycap evaluate` and "
-                "features.hdf5 or --features, or, for grid features, import it again with --backbone"
+                "features.hdf5, or, for grid features, import it again with --backbone"
             )
         if self.num_results > settings.beam_size and not settings.decoding.sampling:
             raise UserError(f"--n-best {self.num_results}: expected 1 to the beam's size, {settings.beam_size}")
-        num_heads = bundle.captioner.model.config.num_heads
-        if head is not None and (self.explain is None or head > num_heads):
-            raise UserError(f"--head {head}: expected --explain and a number from 1 to the model's {num_heads} heads")
         if self.confidence is None and (bundle.confidences or self.min_confidence is not None):
             reason = "the model has no confidence in captions of this search"
             remedy = "`raycap evaluate --model` fits one on the validation split"
@@ -202,7 +195,7 @@ class Request:
             check_output_folder("--explain", self.explain)
 
     def signature(self) -> Values:
-        """The values that decide the captions, which each line of `--out` has. None, which lines omit, is the usual."""
+        """The values that decide the captions. Each line of `--out` has those that are not None."""
         settings, bundle = self.settings, self.opened.bundle
         is_usual = settings.ranking == "mean" and not settings.collapse_repeats
         return {
@@ -211,10 +204,10 @@ class Request:
             "ranking": None if is_usual else settings.ranking,
             "collapse_repeats": None if is_usual else settings.collapse_repeats,
             "decoding": None if settings.decoding == PLAIN else asdict(settings.decoding),
-            "precision": None,
+            "precision": self.precision,
             "num_results": self.num_results,
             "model": bundle.config["name"],
-            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # bundles of one name have others
+            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # names of bundles can be equal
             "fit": self.confidence and self.confidence.digest,
             "min_confidence": self.min_confidence,
         }
@@ -233,14 +226,9 @@ def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | 
     return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
 
 
-def _caption(
-    names: Sequence[str], request: Request, precision: str, output: CaptionFile | None, *, json_lines: bool
-) -> int:
+def _caption(names: Sequence[str], request: Request, output: CaptionFile | None, *, json_lines: bool) -> int:
     """Captions the images that `output` lacks, and prints or writes a row for each. Returns the exit code."""
     begin, signature = time.monotonic(), request.signature()
-    if output is not None and precision == "auto":
-        precision = output.precision() or precision
-    signature["precision"] = precision  # all lines of a file have one precision
     done = {} if output is None else output.read_done(signature)
     pending = [name for name in names if name not in done]
     if output is not None and done:
@@ -248,22 +236,13 @@ def _caption(
     uses_ray = bool(pending) and (request.joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
     decorations, num_failed, largest_gap = Decorations(), 0, 0.0
     with ExitStack() as stack:
-        captions: Callable[[Values], Iterator[Values]]
         if uses_ray:
-            on_ray = stack.enter_context(_on_ray(request))
-            measure, captions = on_ray.precision, partial(on_ray.captions, pending)
+            rows = stack.enter_context(_on_ray(pending, request))
         else:
-            from raycap.pipeline.evaluation.captioning.ray_data import fastest_precision
-
-            measure = partial(fastest_precision, StoredBundle(request.opened.location), gpus=None)
-            captions = partial(_in_process, pending, request, decorations)
-        if pending and precision == "auto":
-            signature["precision"] = measure({"search": request.changes, "precision": precision})
-            _print_note(f"{signature['precision']} is used, as measured where the images are captioned")
-        search = {"search": request.changes, "precision": signature["precision"]}
+            rows = _in_process(pending, request, decorations)
         write = _printer(json_lines) if output is None else stack.enter_context(output.open(signature))
         with progress("captions", len(pending)) as advance:
-            for row in captions(search):
+            for row in rows:
                 num_failed += "error" in row
                 largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
                 write(row)
@@ -285,7 +264,7 @@ def _caption(
     return 1 if num_failed else 0
 
 
-def _in_process(names: Sequence[str], request: Request, decorations: Decorations, search: Values) -> Iterator[Values]:
+def _in_process(names: Sequence[str], request: Request, decorations: Decorations) -> Iterator[Values]:
     """Yields the output row of each image, in order. A picture that fails is recorded in `decorations`."""
     from raycap.pipeline.evaluation.captioning.service import CaptionService
 
@@ -293,55 +272,26 @@ def _in_process(names: Sequence[str], request: Request, decorations: Decorations
     if request.explain is not None:
         request.explain.mkdir(parents=True, exist_ok=True)
         _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
-    service = CaptionService(request.opened.bundle, **search)
+    service = CaptionService(request.opened.bundle, search=request.changes, precision=request.precision)
     settings = service.changed_search({}, request.num_results)
     for number, (name, found) in enumerate(zip(names, service.caption_images(names, settings), strict=True)):
         row = {"image": name} | found.to_json()
         if request.explain is not None and found.caption is not None:
             path = request.explain / f"{number:04d}-{Path(name).stem}.png"
             with decorations.making(f"the picture of {name}"):
-                row |= _draw_words(path, name, service, found.caption, request.head)
+                row |= _draw_words(path, name, service, found.caption)
         yield row
 
 
-@dataclass(frozen=True)
-class RayCaptioning:
-    """The processes on Ray that caption. progressed: tells the watch that a caption has come."""
-
-    request: Request
-    source: ModelSource
-    pool: CaptionPool
-    progressed: Callable[[], None]
-
-    def precision(self, search: Values) -> str:
-        """float32 or bfloat16: the faster one in a captioning process."""
-        import ray
-
-        from raycap.pipeline.evaluation.captioning.ray_data import fastest_precision
-
-        task = ray.remote(fastest_precision).options(num_cpus=self.pool.cpus, num_gpus=self.pool.gpus)
-        with one_sentence("the measurement of precisions"):
-            precision: str = ray.get(task.remote(self.source, search, self.pool.gpus))
-        return precision
-
-    def captions(self, names: Sequence[str], search: Values) -> Iterator[Values]:
-        """Yields the output row of each image, in order."""
-        from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
-
-        transform = self.request.opened.bundle.transform
-        assert transform is not None
-        for name, found in caption_stream(names, self.source, transform, search, self.request.num_results, self.pool):
-            self.progressed()
-            yield {"image": name} | found
-
-
 @contextmanager
-def _on_ray(request: Request) -> Iterator[RayCaptioning]:
-    """Joins or starts Ray, and waits until it can place a captioning process.
+def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]]:
+    """The output row of each image, in order, from processes on Ray.
 
-    The context ends with StalledError when no caption comes for `stall_minutes`. Raises UserError if Ray can never
-    place a process.
+    Joins or starts Ray, and waits until it can place a captioning process. The context ends with StalledError if no
+    caption comes for `stall_minutes`. Raises UserError if Ray can never place a process.
     """
+    from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
+
     opened, processes = request.opened, request.processes
     has_joined_cluster = connect(processes.address)
     pool = start_pool(processes, has_joined_cluster)
@@ -355,8 +305,17 @@ def _on_ray(request: Request) -> Iterator[RayCaptioning]:
         limit_name="--max-stall-minutes",
         remedy="with --out, the same command continues from what is finished",
     )
+    transform, search = opened.bundle.transform, {"search": request.changes, "precision": request.precision}
+    assert transform is not None
+    captions = caption_stream(names, source, transform, search, request.num_results, pool)
     with watch as progressed:
-        yield RayCaptioning(request, source, pool, progressed)
+
+        def rows() -> Iterator[Values]:
+            for name, found in captions:
+                progressed()
+                yield {"image": name} | found
+
+        yield rows()
 
 
 def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
@@ -383,21 +342,17 @@ def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
     return pool
 
 
-def _draw_words(path: Path, name: str, service: CaptionService, caption: str, head: int | None) -> Values:
-    """Draws the attention and attribution of each word to `path`, and for a model with clusters a second picture.
+def _draw_words(path: Path, name: str, service: CaptionService, caption: str) -> Values:
+    """Draws the attention and attribution of each word to `path`.
 
     Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
     largest difference, in nats, between a word's log-probability and the sum of its attributions.
     """
     image = load_image(name)
-    pixels = service.transform(image)
-    explanation = service.explain(pixels, caption, None if head is None else head - 1)
+    explanation = service.explain(service.transform(image), caption)
     assert explanation.attribution is not None
     maps = {"attention": explanation.attention, "attribution": explanation.attribution}
     draw_word_maps(path, image, explanation.words, maps, explanation.grid)
-    clusters = service.clusters(pixels, caption)
-    if clusters is not None:
-        draw_clusters(path.with_name(f"{path.stem}-clusters.png"), image, explanation.words, clusters)
     return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
 
 

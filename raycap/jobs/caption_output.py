@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,6 @@ class CaptionFile:
     @property
     def _places(self) -> list[StoragePath]:
         return [self.place] if self.min_confidence is None else [self.place, self.review]
-
-    def precision(self) -> str | None:
-        """The precision of the first line that earlier calls have written; None without one."""
-        for place in self._places:
-            for file in _files(place)[:1]:
-                with suppress(ValueError, AttributeError):  # `read_done` refuses a line that is none of this command
-                    line = file.read_bytes().partition(b"\n")[0]
-                    precision: str | None = parse_json(line, "it", strict=False).get("precision")
-                    return precision if precision in ("float32", "bfloat16") else None
-        return None
 
     def read_done(self, signature: Row) -> dict[str, bool]:
         """Returns {image: whether it has a caption} for the images that earlier calls have written.

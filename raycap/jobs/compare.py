@@ -31,8 +31,7 @@ from raycap.pipeline.evaluation.reports.tables import Rows, format_table
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.path import StoragePath, join, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +43,10 @@ METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score a
 
 
 def compare_models(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model bundles, or folders of runs.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model bundles.")],
     config: Annotated[Path, typer.Option(help="The YAML file that names the images.", callback=named_config)],
     set_: Set = None,
     split: Annotated[str | None, typer.Option(help="The default is the first of data.test_splits.")] = None,
-    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="The output folder, also on S3.")] = None,
     address: Address = None,
 ) -> int:
@@ -58,7 +56,7 @@ def compare_models(
     differences from the first model, the costs, and the pictures whose captions differ most in CIDEr-D. The exit code
     is 1 when an image cannot be read.
 
-    Example: raycap compare models/one models/two results/runs/demo-0123456789 --config demo
+    Example: raycap compare models/one models/two --config demo
     """
     if len(models) < 2:
         raise UserError(f"{len(models)} model is given; a comparison needs two or more")
@@ -66,35 +64,22 @@ def compare_models(
     if out is not None:
         check_output_place("-o", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    options = find_options(run_config, features)
-    places = [_bundle_of(model, run_config.storage.options) for model in models]
-    bundles = find_bundles("--model", places, run_config, options)
+    options = find_options(run_config)
+    bundles = find_bundles("MODEL", models, run_config)
     split = split or run_config.data.test_splits[0]
-    images, training = find_images(run_config, [split])
+    images = find_images(run_config, [split])
     if not any(images[split].references().values()):
         raise UserError(f"--split {split} has no reference captions; name a split with references")
     settings = common_settings(run_config, bundles)
     name = group_id(run_config.name, [*map(str, bundles), split])
     folder = ResultsFolder.of(run_config, "", out or str(run_config.storage_place / f"comparisons/{name}"))
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([[bundle] for bundle in bundles])
     with folder.writing():
         labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
         found = evaluator.evaluate_each(labels, folder)
         write_comparison(folder.place, found, split, images[split], settings)
     return exit_code([model.scores for model in found])
-
-
-def _bundle_of(model: str, options: StorageOptions) -> str:
-    """The bundle of a run's folder; other folders are bundles. Raises UserError for a run without a bundle."""
-    run = storage_path(model, options)
-    if not (run / "run.json").exists():
-        return model
-    storage = run.uri.rstrip("/").rsplit("/", 2)[0]
-    bundle = StoragePath(join(storage, f"models/{run.name.rpartition('-')[0]}/{run.name}"), options)
-    if not (bundle / "config.yaml").exists():
-        raise UserError(f"{model} is a run without a bundle in {bundle}; finish it with `raycap run`")
-    return str(bundle)
 
 
 def _names(models: Sequence[EvaluatedModel]) -> list[str]:

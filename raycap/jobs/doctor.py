@@ -178,7 +178,7 @@ def folders() -> Iterator[Finding]:
     yield find("home", partial(space, Path.home(), 0, 0), remedy)
     remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
     yield find("tmp", partial(space, ray_folder, 0.1, 1), remedy)
-    if shared.is_dir():  # for Ray's object store, which is slower on a disk
+    if shared.is_dir():  # Ray keeps its object store there, or else on a disk, where it is slower
         remedy = "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)"
         yield find("shm", partial(space, shared, 0, OBJECT_STORE_GIB), remedy)
 

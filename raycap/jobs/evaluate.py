@@ -11,11 +11,10 @@ from typing import Annotated
 import typer
 
 from raycap.jobs.named_files import check_output_place, open_bundle
-from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
-from raycap.jobs.seeds import group_id, group_place, seed_configs
+from raycap.jobs.options import Address, Config, Seeds, Set
+from raycap.jobs.seeds import group_id, seed_configs
 from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
-from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_data
@@ -31,14 +30,12 @@ from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.evaluation.results import Scores
-from raycap.pipeline.evaluation.scores.metrics import JAVA_METRICS, why_unavailable
-from raycap.pipeline.runs.folder import RunFolder, with_decisions_of
+from raycap.pipeline.runs.folder import with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
 from raycap.pipeline.runs.results import bundle_place, bundle_run
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)
@@ -66,11 +63,10 @@ def evaluate(
     splits: Splits = None,
     models: Models = None,
     seeds: Seeds = 1,
-    ensemble: Ensemble = False,
+    ensemble: Annotated[bool, typer.Option("--ensemble", help="Score the ensemble of all seeds' models.")] = False,
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
     data: Data = None,
     compared: Compared = None,
-    features: Annotated[str | None, typer.Option(help="A feature store, for bundles without a backbone.")] = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
@@ -83,42 +79,41 @@ def evaluate(
 
     Example: raycap evaluate demo --stage xe_finetune --split test
     """
-    check_ensemble(ensemble, seeds)
+    if ensemble and seeds == 1:
+        raise UserError("--ensemble joins the models of several seeds; give --seeds with a number above 1")
     _check_models(models or (), seeds, stage)
     run_config = load_config(config, set_ or ())
     evaluated_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    options = find_options(evaluated_config, features, constraints)
-    bundles = find_bundles("--model", models or (), evaluated_config, options)
-    others = find_bundles("--compare", compared or (), evaluated_config, options)
+    options = find_options(evaluated_config, constraints)
+    bundles = find_bundles("--model", models or (), evaluated_config)
+    others = find_bundles("--compare", compared or (), evaluated_config)
     labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
     chosen = splits or evaluated_config.data.test_splits
     if not bundles:
         _require_run(run_config, stage)
-    images, training = find_images(evaluated_config, chosen)
+    images = find_images(evaluated_config, chosen)
     if not bundles:
         configs = seed_configs(run_config, seeds)
         bundles, kept_config = _run_bundles(configs, stage)
         labels = [f"seed {each.seed}" for each in configs]
         evaluated_config = with_decisions_of(evaluated_config, kept_config)
     one_by_one = seeds > 1 and not ensemble
-    is_one_model = not one_by_one and len(others) <= 1
     systems = [[bundle] for bundle in bundles] if one_by_one else [bundles]
     if len(systems) == 1 and len(bundles) > 1:
         labels = [f"ensemble of {len(bundles)}"]
-    label, name = _label(run_config, bundles, () if is_one_model else others, one_by_one=one_by_one)
+    label, name = _label(run_config, bundles, others, one_by_one=one_by_one)
     folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
     settings = common_settings(evaluated_config, bundles, others)
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([*systems, *([other] for other in others)])
     with folder.writing():
-        if not is_one_model:
+        if one_by_one or others:
             return evaluator.compare_systems(dict(zip(labels, systems, strict=True)), others, folder)
         scores = evaluator.evaluate(bundles, folder)
-        other = evaluator.evaluate(others) if others else None
-        write_results(folder, scores, settings, label=label, compared=other)
+        write_results(folder, scores, settings, label=label)
         return exit_code([scores])
 
 
@@ -132,22 +127,18 @@ def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
         raise UserError("--stage names a stage of the configuration's run; leave --model out, or give its bundle there")
 
 
-def find_options(config: RunConfig, features: str | None, constraints: Path | None = None) -> Options:
+def find_options(config: RunConfig, constraints: Path | None = None) -> Options:
     """The options of an evaluation, after a check of the storage and of all files that it reads. Raises UserError.
 
-    features: the option --features. constraints: the option --constraints, or else the file of the configuration, which
-    is for its test splits only.
+    constraints: the option --constraints. Without it, the configuration's file holds for its test splits only.
     """
     check_storage(config)
     file = constraints or config.evaluation.constraints
     if file is not None:
         read_constraints(Path(file))
     check_score_inputs(config)
-    place = None if features is None else storage_path(features, config.storage.options)
-    if place is not None and next(iter(place.walk()), None) is None:
-        raise UserError(f"--features {features}: no files are there; give the folder of a feature store")
     unconstrained = () if constraints else (config.data.val_split,)
-    return Options(constraints=None if file is None else Path(file), unconstrained=unconstrained, features=place)
+    return Options(constraints=None if file is None else Path(file), unconstrained=unconstrained)
 
 
 @dataclass(frozen=True)
@@ -193,9 +184,9 @@ class Evaluator:
         logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in systems)}")
         logger.info(f"data      {', '.join(f'{split} {len(part)}' for split, part in self.images.items())} images")
 
-    def evaluate(self, bundles: Sequence[StoragePath], folder: ResultsFolder | None = None) -> Scores:
+    def evaluate(self, bundles: Sequence[StoragePath], folder: ResultsFolder) -> Scores:
         """The scores of a bundle or of an ensemble. folder: for its captions, before they are scored."""
-        options = replace(self.options, keep=None if folder is None else folder.write_captions)
+        options = replace(self.options, keep=folder.write_captions)
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
     def evaluate_each(
@@ -285,57 +276,33 @@ def exit_code(every: Sequence[Scores]) -> int:
     return 1 if num_failed else 0
 
 
-def find_bundles(option: str, models: Sequence[str], config: RunConfig, options: Options) -> list[StoragePath]:
+def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[StoragePath]:
     """The bundles that an option names. Raises UserError for one that cannot be loaded or lacks its features."""
     found = []
     for model in models:
         opened = open_bundle(option, model, config.storage.options)
-        if opened.bundle.transform is None and options.features is None and config.has_backbone:
+        if opened.bundle.transform is None and config.has_backbone:
             raise UserError(
-                f"{option} {model}: this bundle has no backbone; give its feature store with --features, or its "
-                "regions as features.hdf5"
+                f"{option} {model}: this bundle has no backbone; give its regions as features.hdf5, or, for grid "
+                "features, import it again with --backbone"
             )
         found.append(opened.location)
     return found
 
 
-def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
-    """The images of each split, also those without references, and the training images. Raises UserError."""
+def find_images(config: RunConfig, splits: Sequence[str]) -> dict[str, Dataset]:
+    """The images of each split, also those without references. Raises UserError."""
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
-
-
-def evaluate_ensemble(config: RunConfig, folders: Sequence[RunFolder], address: str | None) -> Mapping[str, Values]:
-    """Scores the ensemble of complete runs on the test splits. Returns the entries of its scores.json by split.
-
-    The results are in the folder `ensemble` of the runs' `group_place`. An ensemble is scored again only if a report
-    failed, or if a metric was unavailable that this machine can compute.
-    """
-    place = group_place(config, folders) / "ensemble"
-    stored = _stored_scores(place)
-    if stored is None:
-        bundles = [bundle_place(folder) for folder in folders]
-        settings = common_settings(with_decisions_of(config, folders[0].config), bundles)
-        images, training = find_images(config, config.data.test_splits)
-        file = config.evaluation.constraints
-        options = Options(training=training, constraints=None if file is None else Path(file))
-        evaluator, folder = Evaluator(settings, images, options, address), ResultsFolder.of(config, "", str(place))
-        evaluator.check([bundles])
-        with folder.writing():
-            scores = evaluator.evaluate(bundles, folder)
-            write_results(folder, scores, settings, label=_label(config, bundles, ())[0])
-        stored = scores.to_json()
-    entries: Mapping[str, Values] = stored["splits"]
-    return entries
+    return images_by_split(dataset, splits)
 
 
 def _label(
-    config: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath], *, one_by_one: bool = False
+    config: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath], *, one_by_one: bool
 ) -> tuple[str, str]:
     """A name for the evaluated models, and one for the folder of their results.
 
     The second one has a hash of the bundles outside of the storage, because these can have equal names. compared: the
-    bundles of another system with several seeds. one_by_one: the bundles do not form an ensemble.
+    bundles of another system. one_by_one: the bundles do not form an ensemble.
     """
     names = [bundle.name for bundle in bundles]
     label = "+".join(names)
@@ -346,18 +313,6 @@ def _label(
     storage = join(config.storage_place.uri, "")
     outside = [str(bundle) for bundle in bundles if not str(bundle).startswith(storage)]
     return label, group_id(label, outside) if outside else label
-
-
-def _stored_scores(place: StoragePath) -> Values | None:
-    """The scores.json of an evaluation; None if it lacks a report, or a score that this machine can compute."""
-    if not (place / "scores.json").exists():
-        return None
-    content: Values = decode_json((place / "scores.json").read_bytes(), str(place / "scores.json"))
-    names = {name for entry in content["splits"].values() for name in entry.get("unavailable", ())}
-    unavailable = names.intersection(JAVA_METRICS)  # the others depend on the configuration and not on the machine
-    language = content["protocol"].get("language", ENGLISH)
-    is_whole = not content.get("missing") and all(why_unavailable(name, language) is not None for name in unavailable)
-    return content if is_whole else None
 
 
 def _require_run(config: RunConfig, stage: str | None) -> None:

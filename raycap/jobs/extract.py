@@ -55,7 +55,7 @@ def extract(
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
         hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
         dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
-        if unreadable and not len(dataset.readable()):  # the path is probably wrong; the files are not all damaged
+        if unreadable and not len(dataset.readable()):  # not all files are damaged; the path is probably wrong
             uri, reason = next(iter(unreadable.items()))
             raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
         extracted = extract_features(run_config, dataset, weights, start, unreadable)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from raycap.pipeline.config.shipped import named_config
-from raycap.pipeline.errors import UserError
 
 Config = Annotated[
     Path,
@@ -23,11 +22,4 @@ Set = Annotated[
 Seeds = Annotated[
     int, typer.Option(min=1, max=1000, help="Number of runs with the seeds seed, seed + 1, ... of the configuration.")
 ]
-Ensemble = Annotated[bool, typer.Option("--ensemble", help="Score the ensemble of the models of all seeds.")]
 Address = Annotated[str | None, typer.Option(help="Address of a Ray cluster. The default is a Ray on this machine.")]
-
-
-def check_ensemble(ensemble: bool, seeds: int) -> None:
-    """Raises UserError for --ensemble without several seeds."""
-    if ensemble and seeds == 1:
-        raise UserError("--ensemble joins the models of several seeds; give --seeds with a number above 1")

@@ -38,8 +38,8 @@ TOLERANCE = 0.005  # of CIDEr-D: the papers print three digits, and libraries re
 class Published:
     """A published model.
 
-    row: the name of the printed row that it should reproduce. files: {name: what it is and where it is}. settings: keys
-    of the evaluation, with the names of their files.
+    row: the name of the printed row whose scores it should reproduce. files: for each file what it is and where it can
+    be found. settings: keys of the evaluation whose values are files, with the names of these files.
     """
 
     title: str

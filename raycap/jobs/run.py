@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from raycap.jobs.evaluate import evaluate_ensemble
 from raycap.jobs.extract import initial_weights
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
-from raycap.jobs.options import Address, Config, Ensemble, Seeds, Set, check_ensemble
+from raycap.jobs.options import Address, Config, Seeds, Set
 from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.pipeline.cluster.stalls import StallWatch
@@ -221,11 +220,9 @@ class RunDriver:
             scores = self._score(by_stage)
             keep_results(scores, {key: round(value, 4) for key, value in scores.flat().items()}, decorations)
         with self._timed("report"), decorations.making("the report"):
-            self._start_ray("captions")
             page = report(
                 scores,
-                self.config,
-                decorations,
+                self.config.storage.options,
                 title=self.config.name,
                 run_id=folder.run_id,
                 pictured=self.config.data.test_splits,
@@ -246,7 +243,6 @@ class RunDriver:
         images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
         options = Options(
-            training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
             unconstrained=(data.val_split,),  # validations during training have no constraints
             captions=stored_captions(folder, images, digests),
@@ -434,22 +430,20 @@ def _may_be_complete(config: RunConfig) -> bool:
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 
 
-def run_seeds(config: RunConfig, count: int, address: str | None, *, with_ensemble: bool) -> None:
+def run_seeds(config: RunConfig, count: int, address: str | None) -> None:
     """Runs the configuration with several seeds, one after the other, on the same data, and summarizes the scores.
 
-    Runs that are complete are not repeated. with_ensemble: also captions the test splits with the ensemble of all runs.
+    Runs that are complete are not repeated.
     """
     configs, data = seed_configs(config, count), find_run_data(config, address)
     folders = []
     for number, each in enumerate(configs, 1):
         logger.info(f"seed {each.seed}    run {number} of {count}")
         folders.append(run(each, address, data))
-    summarize_runs(configs, folders, evaluate_ensemble(configs[0], folders, address) if with_ensemble else {})
+    summarize_runs(configs, folders)
 
 
-def command(
-    config: Config, set_: Set = None, address: Address = None, seeds: Seeds = 1, ensemble: Ensemble = False
-) -> None:
+def command(config: Config, set_: Set = None, address: Address = None, seeds: Seeds = 1) -> None:
     """Train, evaluate and register a model.
 
     The run is resumed where an earlier attempt ended; finished stages are not repeated. With --seeds, each seed has a
@@ -458,7 +452,6 @@ def command(
 
     Example: raycap run demo --seeds 5 --set data.min_count=3
     """
-    check_ensemble(ensemble, seeds)
     run_config = load_config(config, set_ or ())
     if _may_be_complete(run_config):
         check_address(address)
@@ -466,6 +459,6 @@ def command(
         check_resources(run_config, address)
     check_before_writing(run_config)
     if seeds > 1:
-        run_seeds(run_config, seeds, address, with_ensemble=ensemble)
+        run_seeds(run_config, seeds, address)
     else:
         run(run_config, address)

@@ -22,7 +22,6 @@ from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_t
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
-from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.tracking.mlflow_client import tracking_client
 from raycap.pipeline.tracking.run_tracker import tag_run
 
@@ -45,29 +44,19 @@ def group_id(name: str, members: Sequence[str]) -> str:
     return f"{name}-{hashlib.sha256(' '.join(members).encode()).hexdigest()[:10]}"
 
 
-def group_place(config: RunConfig, folders: Sequence[RunFolder]) -> StoragePath:
-    """The folder seeds/NAME-HASH of the storage, for the results of several runs."""
-    return config.storage_place / f"seeds/{group_id(config.name, [folder.run_id for folder in folders])}"
+def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
+    """Prints the mean scores of complete runs with their spread, and writes them to seeds/NAME-HASH in the storage.
 
-
-def summarize_runs(
-    configs: Sequence[RunConfig], folders: Sequence[RunFolder], ensemble: Mapping[str, Mapping[str, object]]
-) -> None:
-    """Prints the mean scores of complete runs with their spread, and writes them to `group_place`.
-
-    configs: of the runs, with the tracker, in which a tag groups them. ensemble: the entries of scores.json of the
-    runs' ensemble, by split; {} without one. Raises DamagedError.
+    configs: of the runs, with the tracker, in which a tag groups them. Raises DamagedError.
     """
-    place = group_place(configs[0], folders)
+    group = group_id(configs[0].name, [folder.run_id for folder in folders])
+    place = configs[0].storage_place / f"seeds/{group}"
     stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
     scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
     protocol = common_protocol([run_protocol(folder.config, folder.delivered()) for folder in folders])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
         own = scores.rows(split, columns)
-        if split in ensemble:
-            joined = SeedScores.of({f"ensemble of {len(folders)}": {split: ensemble[split]}})
-            own += joined.rows_of_models(split, columns)
         rows += own
         page_rows += own + scores.rows_of_models(split, columns)
         if split in configs[0].data.test_splits:
@@ -81,7 +70,6 @@ def summarize_runs(
         "signature": protocol.signature,
         "splits": scores.to_json(),
         "validation_by_stage": {name: asdict(spread) for name, spread in validation.items()},
-        "ensemble": {split: entry["scores"] for split, entry in ensemble.items()},
     }
     texts = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
     logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -140,20 +140,11 @@ def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
 
 def _difference(ours: Bundle, theirs: Bundle) -> str | None:
     """Why two bundles have no common architecture and no common words; None if they have both."""
-    pairs: dict[str, tuple[object, object]] = {}
-    backbones = [each.captioner.backbone for each in (ours, theirs)]
-    if (backbones[0] is None) != (backbones[1] is None):
-        return "one has a backbone and the other has none"
-    for section, settings in (
-        ("model", [asdict(each.captioner.model.config) for each in (ours, theirs)]),
-        ("backbone", [each.config.feature_settings() if each else {} for each in backbones]),
-        ("sizes", [asdict(each.captioner.model.sizes) for each in (ours, theirs)]),
-    ):
-        pairs |= {f"{section}.{key}": (settings[0].get(key), settings[1].get(key)) for key in settings[0] | settings[1]}
-    pairs["the tokenizer"] = (ours.vocabulary.tokenizer, theirs.vocabulary.tokenizer)
-    for name, (mine, other) in pairs.items():
-        if mine != other:
-            return f"{name} is {mine} and {other}"
+    for section in ("model", "sizes", "backbone"):
+        mine, other = (each.config.get(section) or {} for each in (ours, theirs))
+        for key in mine | other:
+            if mine.get(key) != other.get(key):
+                return f"{section}.{key} is {mine.get(key)} and {other.get(key)}"
     if ours.vocabulary != theirs.vocabulary:
-        return "the vocabularies differ"
+        return "the vocabularies or their tokenizers differ"
     return None if ours.transform == theirs.transform else "the image transforms differ"

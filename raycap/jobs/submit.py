@@ -139,14 +139,15 @@ def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
     for file in filter(None, (path, data)):
         check_texts(file, (), available)
     configs = [] if path is None else _configs(job, path, data, list(values.get("set_") or ()))
-    paths: list[tuple[str, str | Path | None]] = [("IMAGES", image) for image in values.get("images") or ()]
+    paths: list[tuple[str, str | Path | None]] = []
+    for option, name in (("IMAGES", "images"), ("--model", "model"), ("--model", "models"), ("--compare", "compared")):
+        given = values.get(name) or ()
+        paths += [(option, each) for each in ([given] if isinstance(given, str | Path) else given)]
     for config in configs:
         paths += named_paths(config).items()
     paths += [(f"--{name}", values.get(name)) for name in ("features", "constraints")]
-    paths += [("--data", data)] if data is not None and not is_shipped(data) else []
-    for option, name in (("--model", "model"), ("--model", "models"), ("--compare", "compared")):
-        named = values.get(name) or ()
-        paths += [(option, bundle) for bundle in ([named] if isinstance(named, str | Path) else named)]
+    if data is not None and not is_shipped(data):
+        paths.append(("--data", data))
     extended = [] if data is None else referenced_files(data)
     files, packed = job_files(path, [*(str(value) for _, value in paths if value is not None), *extended])
     outputs = [("--out", values.get("out")), ("--explain", values.get("explain")), ("--json", values.get("json_file"))]
@@ -320,7 +321,7 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Contai
 
     available: the names of the variables that the job has.
     """
-    texts = list[tuple[str, str, bool]]()  # where it is, the text, and whether its key is that of a secret
+    texts = list[tuple[str, str, bool]]()  # the source of a text, the text, and whether its key names a secret
     for argument in arguments:
         # The value in KEY=VALUE or --set=KEY=VALUE is also examined alone, because a password may contain blanks.
         value = argument.partition("=")[2]
@@ -342,9 +343,9 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Contai
 
 
 def follow(client: JobSubmissionClient, job_id: str) -> int:
-    """Prints a job's log until the job ends, reconnecting when the connection breaks. Returns the job's exit code.
+    """Prints a job's log until the job ends, and returns the job's exit code.
 
-    After Ctrl-C the job continues.
+    If the connection breaks, it connects again. After Ctrl-C the job continues.
     """
     try:
         info = asyncio.run(_print_log(client, job_id))

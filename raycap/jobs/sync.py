@@ -101,14 +101,16 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
     files = sorted((config.storage_place / "runs").list())
     for name in [file.removesuffix("/run.json") for file in files if file.endswith("/run.json")]:
         # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
-        if name.rpartition("-")[0] == config.name and name.rpartition("-")[2].isalnum():
-            try:
-                folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
-            except UserError as error:
-                logger.warning(f"{name}: not sent: {error}")
-                continue
-            stored = folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
-            yield replace(folder, config=stored)
+        prefix, _, digest = name.rpartition("-")
+        if prefix != config.name or not digest.isalnum():
+            continue
+        try:
+            folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
+        except UserError as error:
+            logger.warning(f"{name}: not sent: {error}")
+            continue
+        stored = folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
+        yield replace(folder, config=stored)
 
 
 def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:

@@ -318,12 +318,6 @@ class PassState:
     attention_mask: Tensor | None  # for (B, 1, N, N), True where a query may attend
     window: Tensor | None  # the fixed C (1, N, N) of all layers; None if each layer computes its C
     stacked: State = ()  # what the layer before has passed on
-    matrices: list[Tensor | None] = field(default_factory=list)  # C (B or 1, N, N) of each layer so far, None without C
-
-    def all_matrices(self, x: Tensor) -> Tensor:
-        """C (layers, B, N, N) for x (B, N, ...), all 1 where a layer has none."""
-        matrices = [x.new_ones(1, 1, 1) if matrix is None else matrix for matrix in self.matrices]
-        return torch.stack([matrix.expand(x.shape[0], x.shape[1], x.shape[1]) for matrix in matrices])
 
 
 class ClusteredLayer(Layer):
@@ -344,12 +338,11 @@ class ClusteredLayer(Layer):
         return self.residual(x, self.attention_norm, self._attend, shared)
 
     def _attend(self, x: Tensor, shared: PassState) -> Tensor:
-        """Computes this layer's C, adds it to `shared`, and returns the self-attention with it."""
+        """Computes this layer's C, and returns the self-attention with it."""
         matrix = shared.window if self.has_clusters else None
         if self.clusters is not None:
             pooled, shared.stacked = self.clusters(shared.layout.pool(x), shared.stacked)
             matrix = shared.layout.spread(pooled)
-        shared.matrices.append(matrix)
         return self.attention(x, shared.attention_mask, matrix)
 
 
@@ -439,35 +432,16 @@ class ClustFormer(EncoderDecoder):
         self.lm_head = lm_head(config, sizes, self.token_embedding)
 
     def encode(self, features: Features) -> Memory:
-        states, _, arrangement = self._encode(features)
-        if arrangement is not None:
-            states = arrangement.undo(states, features.tokens.shape[1])
-        return Memory(states, features.lengths, features.boxes)
-
-    @torch.no_grad()
-    def encoder_clusters(self, features: Features) -> tuple[Tensor, Arrangement | None]:
-        """C (layers, B, N, N) of every encoder layer, all 1 where a layer has none, and the arrangement of regions.
-
-        Rows and columns of C are the cells of the grid, row by row. For grid features the arrangement is None.
-        """
-        states, shared, arrangement = self._encode(features)
-        return shared.all_matrices(states), arrangement
-
-    @torch.no_grad()
-    def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """C (layers, B*K, T, T) of every decoder layer for tokens (B*K, T) with SOS; all 1 where a layer has none."""
-        shared = self._start_caption_pass(tokens)
-        return shared.all_matrices(super().decode(memory, tokens, shared))
-
-    def _encode(self, features: Features) -> tuple[Tensor, PassState, Arrangement | None]:
-        """The encoder's output (B, N, D) by cell, what the layers have shared, and the arrangement of regions."""
         x = self.input_dropout(F.relu(self.read_features(features)))
         arrangement, layout = self._layout(features)
         if arrangement is not None:
             x = arrangement.apply(x)
         attention_mask = None if layout.valid_mask is None else layout.valid_mask[:, None, None]
         shared = self._start_pass(layout, attention_mask, x.device)
-        return self.encoder_norm(layer_outputs(self.encoder, x, shared)[-1]), shared, arrangement
+        states = self.encoder_norm(layer_outputs(self.encoder, x, shared)[-1])
+        if arrangement is not None:
+            states = arrangement.undo(states, features.tokens.shape[1])
+        return Memory(states, features.lengths, features.boxes)
 
     def _start_pass(self, layout: Layout, attention_mask: Tensor | None, device: torch.device) -> PassState:
         """The state before the first layer, with the matrix of a fixed window if the configuration has one."""
@@ -560,14 +534,6 @@ class MaskTokenClustFormer(ClustFormer):
     def predicting(self, values: Tensor) -> Tensor:
         length = values.shape[1] - 1
         return values.unflatten(0, (-1, length)).diagonal(offset=1, dim1=1, dim2=2).movedim(-1, 1)
-
-    @torch.no_grad()
-    def decoder_clusters(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """See `ClustFormer.decoder_clusters`: those of the pass that predicts the word after the whole caption."""
-        prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)
-        shared = self._start_pass(Layout(1, prefixes.shape[1]), None, tokens.device)
-        outputs = self.decoder_outputs(memory, prefixes, shared)
-        return shared.all_matrices(outputs[-1])[:, :, :-1, :-1]
 
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         return EncoderDecoder.init_cache(self, memory, beams)  # without the sums and rows of the causal decoder

@@ -1,4 +1,4 @@
-"""Extraction killed at random moments, on disk and on S3, then run again: the store is what it would have been."""
+"""Extraction that is killed at random moments and run again: its store is that of an undisturbed extraction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C at any moment of any command: its exit code, its last line, no orphans, and it can be continued.
+"""SIGTERM and Ctrl-C at any moment of a command: its exit code and last line, no processes left, and its continuation.
 
 Long tests (`make proof`); `tests/integration/test_stopping.py` and `tests/unit/runtime/test_stopping.py` are the short
 ones.

@@ -132,8 +132,8 @@ def test_a_service_captions_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
         assert caption is not None and caption == other.caption
         assert found.log_prob == pytest.approx(other.log_prob, abs=1e-3)
         for service in services:
-            assert service.attention(pixels[0], caption).shape[0] == len(caption.split())
-            assert service.attribution(pixels[0], caption).gap.isfinite().all()
+            explanation = service.explain(pixels[0], caption)
+            assert explanation.attention.shape[0] == len(caption.split()) and np.isfinite(explanation.gap)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-2), ("bfloat16", 3e-2)])

@@ -50,22 +50,16 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
         "raycap.pipeline.evaluation.evaluate.fit_split", lambda result, search, _: make_confidence(search)
     )
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
         failing.setattr("raycap.jobs.run.write_report", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
         failing.setattr("raycap.pipeline.evaluation.scores.java.meteor", broken)
         run(config)
     reason = "RuntimeError: broken on purpose"
-    assert summary(trained)["missing"] == {
-        "METEOR": reason,
-        "the heat maps of test, novel": reason,
-        "the report": reason,
-    }
+    assert summary(trained)["missing"] == {"METEOR": reason, "the report": reason}
     assert summary(trained)["tracked"] is False and not report.exists()
     scores = json.loads((trained.path / "scores.json").read_text())["splits"]
     assert scores["test"]["scores"]["CIDEr-D"] is not None and scores["test"]["unavailable"] == {"METEOR": reason}
-    for name in ("heat maps of test, novel", "report"):
-        assert f"the {name} could not be made ({reason}); the same command makes it again" in log_lines
+    assert f"the report could not be made ({reason}); the same command makes it again" in log_lines
     assert any("does not accept everything (broken on purpose)" in line for line in log_lines)
     (own,) = read_confidences(local_bundle(trained))
     evaluated = make_confidence("a search of raycap evaluate")
@@ -75,7 +69,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     with monkeypatch.context() as failing:
         failing.setattr("raycap.pipeline.tracking.run_tracker.log_results", broken)
         run(config)
-    assert any("complete except for METEOR, the heat maps of test, novel, the report" in line for line in log_lines)
+    assert any("complete except for METEOR, the report" in line for line in log_lines)
     assert summary(trained)["missing"] == {} and report.is_file()
     repaired = json.loads((trained.path / "scores.json").read_text())["splits"]
     assert repaired["test"]["scores"]["METEOR"] == 0.25 and not repaired["test"]["unavailable"]
@@ -96,7 +90,6 @@ def test_ctrl_c_in_a_decoration_ends_the_run(trained: RunFolder, monkeypatch: py
         raise KeyboardInterrupt
 
     monkeypatch.setattr("raycap.jobs.run.write_report", interrupted)
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", broken)
     with pytest.raises(KeyboardInterrupt):
         run(trained.config)
     assert not (trained.path / "COMPLETE.json").exists() and (trained.path / "scores.json").is_file()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.reports.page import report_html
-from raycap.pipeline.evaluation.reports.report import compute_maps, report, score_table
+from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
-from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.loop import StageJob, StageRun, caption_split, train_stages
 from raycap.pipeline.training.stage_output import StageOutput
@@ -49,9 +47,7 @@ def changes(folder: Path, language: str, tokenizer: str) -> dict[str, Any]:
     ("language", "tokenizer"),
     [pytest.param("hi", "unicode", marks=pytest.mark.proof), ("zh", "characters"), ("hi", "subword")],
 )
-def test_a_run_in_another_language(
-    tmp_path: Path, language: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_another_language(tmp_path: Path, language: str, tokenizer: str) -> None:
     folder, store = prepare_run(tmp_path, **changes(tmp_path, language, tokenizer))
     references = folder.dataset.references()
     encoded = [folder.vocabulary.encode(folder.vocabulary.tokenize(text)) for text in references[1]]
@@ -78,13 +74,7 @@ def test_a_run_in_another_language(
     assert (stored["protocol"]["language"], f"captions in {language}" in stored["signature"]) == (language, True)
     loaded = load_bundle(bundle)
     assert loaded.vocabulary == folder.vocabulary and bundle_protocol(loaded.config).language == language
-
-    def here(images: list[Any], *given: Any, **_: Any) -> list[Any]:
-        maps = dict(compute_maps(images[:2], set(), *given))
-        return [replace(image, **maps.get((image.split, image.image_id), {})) for image in images]
-
-    monkeypatch.setattr("raycap.pipeline.evaluation.reports.report.add_maps", here)
-    page = report_html(report(scores, config, Decorations(), title="a", run_id="a", pictured=["test"]))
+    page = report_html(report(scores, config.storage.options, title="a", run_id="a", pictured=["test"]))
     assert f'lang="{language}" dir="auto" data-reference' in page
 
 

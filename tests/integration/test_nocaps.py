@@ -59,7 +59,7 @@ def write_regions(path: Path, ids: Sequence[int]) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """COCO in Karpathy's layout and nocaps in its own, with the same image ids, and the files beside them."""
+    """COCO in Karpathy's layout, nocaps in its own with the same image ids, and the other files that both need."""
     coco, nocaps = tmp_path / "coco", tmp_path / "nocaps"
     splits = ["train"] * 6 + ["val"] * 2 + ["test"] * 2
     entries = [

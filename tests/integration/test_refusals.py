@@ -1,4 +1,4 @@
-"""Command lines that cannot be meant: exit code 2, one line, and nothing is left behind."""
+"""Commands that cannot work: they print one line, exit with 2, and leave nothing behind."""
 
 from __future__ import annotations
 

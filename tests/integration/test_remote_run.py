@@ -1,4 +1,4 @@
-"""Runs that live on S3, on a bad day: half of a checkpoint is never met, another machine goes on where one died."""
+"""Runs on S3 while requests fail: nobody reads half of a checkpoint, and another machine continues after one died."""
 
 from __future__ import annotations
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from raycap.pipeline.data.synthetic.scenes import draw_scene, make_scene
-from raycap.pipeline.evaluation.reports.page import LayerColors, Report, ReportImage, ReportStage, write_report
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
 from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
 
 PROGRAM = find_chromium()
@@ -34,17 +33,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Pa
         # Scores 0.00, 0.05, ... in an order that is not that of the ids.
         score = (index * 7 % NUM_IMAGES) / 20
         split = "novel" if index % 4 == 3 else "test"
-        words = len(captions[0].split())
-        # The first picture has maps: the attention of word k is to cell k, its attribution to cell 15 - k.
-        maps = np.full((words, 16), 0.05) + 0.5 * np.eye(words, 16) if index == 0 else None
-        shares = None if maps is None else maps[:, ::-1]
-        phrases = "".join(str(number // 3) for number in range(words))
-        layer = LayerColors("layer 1: 2 patch clusters, 2 phrases", 4, "1000010000100001", phrases)
-        layers = [] if maps is None else [layer]
         others = {"xe_frozen": "a zebra"}
-        images.append(
-            ReportImage(index, picture, captions[0], captions[1:], score, split, others, maps, shares, layers)
-        )
+        images.append(ReportImage(index, picture, captions[0], captions[1:], score, split, others))
     odd = "<img src=x onerror=\"console.error('escaped')\"> zyzzyva hot-zyzzyva (zyzzyva"
     images.append(ReportImage("odd", b"", odd, [odd], None, "test"))
     curve = [(step, 5 / (1 + step)) for step in range(0, 100, 10)]
@@ -120,41 +110,3 @@ def test_dialog_by_keyboard(page: Page) -> None:
     assert not page.evaluate(OPEN)
     page.evaluate("new Promise(done => setTimeout(done, 50))")  # the dialog's "close" is an event of its own
     assert page.evaluate("document.activeElement.parentElement.dataset.id") == order[-1]  # focus is where one was
-
-
-@pytest.mark.proof
-def test_a_word_shows_where_the_model_looked(page: Page) -> None:
-    brightest = (
-        "(() => { const veil = document.querySelector('.veil'), d = veil.getContext('2d')"
-        ".getImageData(0, 0, veil.width, veil.height).data; let best = 0;"
-        "for (let i = 0; i < d.length / 4; i++) if (d[4 * i] > d[4 * best]) best = i; return best; })()"
-    )
-    hidden = "document.querySelector('.veil').hidden"
-    words = "[...document.querySelectorAll('dialog .word')]"
-    page.click(".picture")  # the worst picture, which has maps
-    caption = page.evaluate("document.querySelector('.card .caption').textContent")
-    assert page.evaluate(f"{words}.map(w => w.textContent).join(' ')") == caption and page.evaluate(hidden)
-    page.evaluate(f"{words}[2].focus()")
-    assert not page.evaluate(hidden) and page.evaluate(brightest) == 2
-    fits = (
-        "(() => { const a = document.querySelector('.veil').getBoundingClientRect(), "
-        "b = document.querySelector('.big img').getBoundingClientRect(); "
-        "return [a.left - b.left, a.top - b.top, b.right - a.right, b.bottom - a.bottom, a.width / a.height]; })()"
-    )
-    left, top, right, bottom, shape = page.evaluate(fits)
-    assert abs(left - right) < 1 and abs(top - bottom) < 1 and min(left, top) > -1 and abs(shape - 1) < 0.01
-    page.evaluate(f"{words}[2].blur()")
-    assert page.evaluate(hidden)
-    page.evaluate(f"{words}[3].click()")  # chosen: it stays
-    page.evaluate(f"{words}[5].focus()")
-    page.evaluate(f"{words}[5].blur()")
-    assert page.evaluate(brightest) == 3 and page.evaluate(f"{words}[3].getAttribute('aria-pressed')") == "true"
-    kinds = "[...document.querySelectorAll('.kinds button')]"
-    assert page.evaluate(f"{kinds}.map(k => k.getAttribute('aria-pressed')).join()") == "true,false"
-    page.evaluate(f"{kinds}[1].click()")
-    assert page.evaluate(brightest) == 12, "the chosen word's attribution"
-    page.evaluate(f"{kinds}[0].click()")
-    assert page.evaluate(brightest) == 3
-    page.evaluate(f"{words}[5].focus()")
-    page.press("ArrowRight", 39)  # the next picture has none
-    assert page.evaluate(f"{words}.length") == 0 and page.evaluate("document.querySelector('.veil')") is None

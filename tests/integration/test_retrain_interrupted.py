@@ -156,7 +156,7 @@ def test_suspended_before_each_write(ahead: tuple[str, Iterator[World]], monkeyp
     """Before each write in turn, a retraining is suspended while another one runs to its end."""
     verdict, worlds = ahead
     monkeypatch.setattr(Lease, "_renew_repeatedly", lambda self: None)
-    next(worlds)  # its first write takes the lease, which cannot be late
+    next(worlds)  # write 1 takes the lease, and cannot come too late
     for at, world in enumerate(worlds, 2):
         other: list[tuple[int, str]] = []
 

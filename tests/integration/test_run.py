@@ -56,7 +56,7 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(
     stages[0] |= {"epochs": 20, "validate_every_epochs": 10}
     broken = tmp_path / "broken"
     settings = {"stages": stages, "workers__num_workers": 2, "tracking": {"enabled": True}}
-    settings["workers__dry_run"] = False
+    settings |= {"workers__dry_run": False, "evaluation__decoding": {"min_length": 2}}  # no caption is empty
     config = write_config(tmp_path / "run.yaml", small_config(broken, **settings))
 
     process = start_raycap("run", str(config))

@@ -41,12 +41,12 @@ def test_each_seed_has_a_run_and_complete_ones_are_skipped(
     storage = tmp_path / "storage"
     stages = [stage | {"epochs": 0.3} for stage in small_config(storage)["stages"] if not stage.get("train_backbone")]
     values = small_config(storage, stages=stages, workers__dry_run=False)
-    command = ["run", str(write_config(tmp_path / "run.yaml", values)), "--seeds", "2", "--ensemble"]
+    command = ["run", str(write_config(tmp_path / "run.yaml", values)), "--seeds", "2"]
     assert main(command) == 0
     (group,), runs = (storage / "seeds").iterdir(), runs_of(storage)
     output = "".join(capfd.readouterr())
     assert f"seeds        {group}\n" in output and output.count("finished in") == 2
-    assert "images (2 seeds)" in output and " ± " in output and "ensemble of 2" in output
+    assert "images (2 seeds)" in output and " ± " in output
     summary = json.loads((group / "scores.json").read_text())
     assert summary["runs"] == {f"seed {seed}": runs[seed].name for seed in (0, 1)}
     for split in ("test", "novel", "val"):
@@ -55,16 +55,13 @@ def test_each_seed_has_a_run_and_complete_ones_are_skipped(
         spread = summary["splits"][split]["scores"]["ROUGE-L"]
         assert spread["values"] == scores and scores[0] != scores[1], "the seeds give different models"
         assert spread["mean"] == pytest.approx(sum(scores) / 2) and spread["std"] == statistics.stdev(scores)
-    ensemble = json.loads((group / "ensemble" / "scores.json").read_text())
-    assert len(ensemble["models"]) == 2 and ensemble["splits"].keys() == {"test", "novel"} == summary["ensemble"].keys()
-    assert "ensemble of 2" in (group / "report.html").read_text()
 
-    kept = [group / "ensemble" / "scores.json", *storage.glob("runs/*/stages/*/DONE.json")]
+    kept = [*storage.glob("runs/*/stages/*/DONE.json")]
     written = [path.stat().st_mtime_ns for path in kept]
     assert main(command) == 0
     output = "".join(capfd.readouterr())
     assert all(f"{run.name} is complete" in output for run in runs.values())
-    assert [path.stat().st_mtime_ns for path in kept] == written, "stages are trained, and the ensemble is scored, once"
+    assert [path.stat().st_mtime_ns for path in kept] == written, "stages are trained once"
 
 
 def test_training_after_another_run_in_the_same_process_gives_the_same_weights(tmp_path: Path) -> None:
@@ -111,9 +108,8 @@ def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ensemble": True}, "--ensemble joins .* give --seeds"),
         ({"seeds": 3, "models": ["a", "b"]}, "--seeds 3: 2 bundles are given"),
-        ({"seeds": 2, "stage": "xe_frozen"}, r"stage xe_frozen of run .* \(seed 0\) is not finished"),
+        ({"seeds": 2, "stage": "xe_frozen"}, "stage xe_frozen of run demo is not finished"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:

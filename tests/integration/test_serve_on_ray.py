@@ -1,4 +1,4 @@
-"""`raycap serve` on Ray: captions as by every other door, batches, a replaced champion, and killed processes."""
+"""`raycap serve` on Ray: captions as everywhere else, batches, a replaced champion, and killed processes."""
 
 from __future__ import annotations
 

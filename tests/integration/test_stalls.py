@@ -1,4 +1,4 @@
-"""A stage on Ray that waits for what never comes ends with a sentence; a task that dies is repeated."""
+"""A stage on Ray that makes no progress ends with a sentence. A task whose process dies is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S3 on a bad day: refused requests and cut connections are invisible to readers and writers."""
+"""S3 with refused requests and cut connections: readers and writers do not notice them."""
 
 from __future__ import annotations
 

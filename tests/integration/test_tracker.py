@@ -1,4 +1,4 @@
-"""A tracker that is stopped in the middle of a run, or accepts and never answers: nothing is lost, nothing is twice."""
+"""A tracker that stops in the middle of a run, or never answers: it gets everything once, later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raycap tune` on Ray: failing trials, running a search again, early stopping, populations, and invalid input."""
+"""`raycap tune` on Ray: failing trials, a search that runs again, and early stopping."""
 
 from __future__ import annotations
 

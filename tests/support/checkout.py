@@ -1,4 +1,4 @@
-"""What belongs to this checkout, so that tests do not depend on what else lies in it; and the wheel of it."""
+"""The files that belong to this checkout, whatever else lies in its folder, and the wheel of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damages files as disks, power cuts and people do."""
+"""Damages files: flips bits, cuts them, empties them, or replaces them by garbage."""
 
 from __future__ import annotations
 

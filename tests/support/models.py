@@ -122,7 +122,7 @@ def literal_conditional(s: Tensor, i: int, k: int, linear: torch.nn.Linear) -> f
 
 
 def literal_conditionals(sequences: list[list[Tensor]], stacking: str, linears: list[torch.nn.Linear]) -> list[Tensor]:
-    """P (N, N) of each sequence at the last layer; sequences[l] are its tokens (N, D) in layer l."""
+    """P (N, N) at the last layer. sequences: the tokens (N, D) of each layer."""
     found = []
     for tokens in zip(*sequences, strict=True):
         count = len(tokens[0])

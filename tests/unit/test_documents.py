@@ -1,4 +1,4 @@
-"""The truth of the documents: links, commands, YAML, the reference of keys, and the pages that `make docs` builds."""
+"""The documents are true: links, commands, YAML, the reference of keys, and the pages that `make docs` builds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def all_commands() -> list[Any]:
 
 @pytest.mark.parametrize("words", all_commands())
 def test_commands_parse(words: list[str]) -> None:
-    """Their names, options and kinds, the shipped configurations, and the keys that they set; nothing is run."""
+    """The commands, their options, the shipped configurations and the keys that they set exist. Nothing is run."""
     parse(words)
     for word in words:
         assert "configs/" not in word, f"{word} is not everywhere; give the name of the shipped configuration"
@@ -149,7 +149,8 @@ def yaml_blocks() -> list[Any]:
 
 @pytest.mark.parametrize("text", yaml_blocks())
 def test_yaml_fits_the_configuration(text: str) -> None:
-    """Each section by itself. A section without keys that must be given is an excerpt, whose other keys are checked."""
+    """Each section is checked by itself. If it lacks keys that must be given, it is an excerpt, and its other keys are
+    checked."""
     values = yaml.safe_load(text)
     for key, value in values.items():
         field = RunConfig.model_fields[key]
@@ -199,7 +200,7 @@ def test_tables_name_keys_that_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", ["configuration.md", "search.md"])
 def test_every_key_has_a_meaning(document: str) -> None:
-    """In a table of the document, in the docstring of its field, or in the text or the row of its section."""
+    """It is in a table of the document, in the docstring of the field, or in the text or the row of the section."""
     meanings = dict(reference().table_rows(document))
     for group in all_groups()[document]:
         for key in group.keys:

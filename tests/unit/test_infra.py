@@ -43,7 +43,7 @@ def manifests() -> list[Any]:
 
 
 def strict(schema: Any) -> Any:
-    """The schema with fields that it does not know refused, as the API server warns of them."""
+    """The schema, which also refuses unknown fields. The API server warns of these."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -71,7 +71,7 @@ def definition(folder: Path, plural: str) -> Any:
 @pytest.mark.parametrize("document", manifests())
 def test_manifests_are_valid(document: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if document["kind"] == "RayService":
-        # its own definition is not among the files; its cluster and its applications have definitions
+        # there is no definition of a RayService, but there are ones of its cluster and its applications
         document = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "spec": document["spec"]["rayClusterConfig"]}
     if document["kind"] not in DEFINITIONS:
         kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -85,7 +85,7 @@ def scripts(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], check=True)
     (packages,) = environment.glob("lib/python*/site-packages")
-    # Only the folder: an editable raycap there is found through a .pth file, which this does not read.
+    # Python does not read .pth files of this folder, so that an editable raycap there is not found
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     for name in OTHERS:
         (packages / name).mkdir()

@@ -1,1 +1,1 @@
-"""Explanations of captions: attention maps, attributions, alignment and clusters."""
+"""Explanations of captions: attention maps and attributions."""

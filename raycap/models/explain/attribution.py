@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from raycap.models.base import CaptionModel, Features, Memory, evaluating, hooked, map_tensors
 from raycap.models.layers import CrossAttention, split_heads
 
-STEPS = 64  # points on the line, unless a caller needs fewer
+STEPS = 64  # points on the line
 ROWS = 16  # points that are computed at a time
 
 

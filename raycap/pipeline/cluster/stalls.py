@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 QUIET_S = 120.0  # the time without progress before the first message, because the first step and batch take long
 MAX_INIT_DEATHS = 3  # so many actors in a row may die while they start, for example because memory is short
-MAX_STORAGE_RETRIES = 5  # of a task that the storage fails, after it has repeated its requests for minutes
+MAX_STORAGE_RETRIES = 5  # a task is repeated so often if it fails because its requests to the storage have failed
 SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM stop the command
 
 
@@ -124,7 +124,7 @@ def situation() -> str:
     """What a stage or a search waits for, as a clause of a sentence."""
     try:
         status = cluster_status()
-    except Exception as error:  # of any type: the report must not end with the thread
+    except Exception as error:  # an error of any type would end the thread that reports
         return f"the cluster does not report its state ({' '.join(str(error).split())})"
     return status.text if status.pending else f"{status.text}; no request is pending, so a process is slow or hangs"
 

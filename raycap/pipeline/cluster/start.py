@@ -70,7 +70,8 @@ def require_resources(bundles: Sequence[Resources], stage: str, available: Resou
 
     bundles: the resources of each process. available: those of Ray.
     """
-    for name in dict.fromkeys(name for bundle in bundles for name in bundle):
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    for name in names:
         total, most = sum(bundle.get(name, 0) for bundle in bundles), available.get(name, 0)
         if total > most:
             raise UserError(
@@ -80,7 +81,7 @@ def require_resources(bundles: Sequence[Resources], stage: str, available: Resou
 
 
 def check_resources(config: RunConfig, address: str | None) -> None:
-    """Raises UserError before anything starts, for a wrong address or if this machine lacks what a run asks for."""
+    """Raises UserError for a wrong address, and if a run would start Ray here and asks for more than there is."""
     check_address(address)
     import ray
 
@@ -184,7 +185,7 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
 def _start_local_ray(**options: Any) -> None:
     """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # its children get it, and no file has it
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # child processes inherit it, and it is in no file
     # Torch's workers exchange gradients on the loopback interface, not at the address of the machine's name.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     import ray

@@ -594,8 +594,6 @@ class TextEncoderSection(Section):
     """The layer whose hidden states are compared."""
     idf: bool = False
     """Whether rare tokens of the references count more."""
-    baseline: Annotated[Text | None, Identity.FILE] = None
-    """The table of the package bert-score by which scores of this model are rescaled."""
 
     def model_files(self) -> dict[str, str]:
         """The weights, the sizes and the tokenizer, by key."""
@@ -628,8 +626,7 @@ class ScoreInputsSection(Section):
             if encoder is not None:
                 files[f"{key}.weights"] = encoder.weights
         if self.bert is not None:
-            named = self.bert.model_files() | {"baseline": self.bert.baseline}
-            files |= {f"bert.{key}": file for key, file in named.items()}
+            files |= {f"bert.{key}": file for key, file in self.bert.model_files().items()}
         return {f"evaluation.inputs.{key}": file for key, file in files.items() if file is not None}
 
 

@@ -82,7 +82,7 @@ LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4")  # for 
 
 @dataclass(frozen=True)
 class Language:
-    """The script of captions (Unicode's name), a language (ISO 639-1; None: not recognized) and its tokenizer."""
+    """A script (Unicode's name), a language (its code in ISO 639-1, None if it is unknown), and its tokenizer."""
 
     script: str
     code: str | None

@@ -169,7 +169,7 @@ def forget_row_groups() -> None:
 
 
 def is_remote_image(uri: str) -> bool:
-    """Whether the file of an image, given by its text in the column `uri`, is on S3."""
+    """True if an image is on S3. uri: its text in the column `uri`."""
     return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
 
 
@@ -206,7 +206,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
-    """An image of Pillow as RGB, as `decode_image` gives it. The image itself does not change. Raises BadImage."""
+    """A copy of an image of Pillow, converted as `decode_image` converts the image of a file. Raises BadImage."""
     with _bad_images():
         _require_size(image, max_pixels)
         return _to_rgb(ImageOps.exif_transpose(image))

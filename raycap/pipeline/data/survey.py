@@ -245,13 +245,14 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
         raise UserError(problems[0])
     captioned = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
     if without := [uri for uri, captions in captioned if not any(map(str.strip, captions))]:
-        problem, remedy = f"{len(without)} of {len(dataset)} images have no caption ({form})", "add theirs"
+        problem = f"{len(without)} of {len(dataset)} images have no caption ({form})"
+        remedy = "add theirs, or remove these images"
         if len(without) == len(dataset):
             problem, remedy = f"the {len(dataset)} images have no captions ({form})", "add some"
             if candidate.form == "table" and "captions" not in keys.get("columns", {}):
                 columns = printable(", ".join(_columns_of(root / candidate.files[0])[0]))[:500]
-                remedy += f", or name their column with data.columns.captions; the columns are {columns}"
-        raise UserError(f"{shown(root)}: {problem}, first {shown(without[0])}; {remedy}, or remove these images")
+                remedy = f"add some, or set data.columns.captions to one of the columns {columns}"
+        raise UserError(f"{shown(root)}: {problem}, first {shown(without[0])}; {remedy}")
     keys = keys | _split_keys(root, keys, dataset)
     return Survey(form, root, keys, _rows(root, keys)[0])
 
@@ -330,8 +331,8 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[
     divided["split_fractions"] = fractions
     if not set(fractions) <= set(_rows(root, keys | divided)[0].split_sizes()):
         raise UserError(
-            f"{shown(root)}: none of the {len(dataset)} images is for validation, which training needs: they are too "
-            "few to divide, or the annotations put all into the split train; add images, or list the file names of "
-            "some in val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
+            f"{shown(root)}: the {len(dataset)} images cannot be divided into {', '.join(fractions)}: they are too few "
+            "to divide, or the annotations put all into the split train; add images, or list the file names of some in "
+            "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
         )
     return divided

@@ -61,7 +61,10 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
-    """Whether the first line is word2vec's: the number of words and the width. Raises UserError for another width."""
+    """True if the first line is that of word2vec, with the number of words and the width.
+
+    Raises UserError if the line shows another width.
+    """
     is_header = len(parts) == 2 and all(part.isdigit() and len(part) <= MAX_DIGITS for part in parts)
     actual = int(parts[1]) if is_header else len(parts) - 1
     if actual != width:

@@ -31,11 +31,11 @@ if TYPE_CHECKING:  # a served model has neither Java nor all packages that the m
 FORMAT = 1
 NUM_LOWEST = 4
 NUM_FIRST = 4  # tokens, which name the main object
-# Of a caption's log-probabilities in nats, EOS included: the mean over its tokens (SOS included, as beams are ranked),
-# the sum, the number of tokens, and the lowest ones. A caption with fewer tokens than NUM_LOWEST has zeros in place of
-# the missing ones. Of the first NUM_FIRST tokens after SOS, or of all if there are fewer: the mean, and the mean energy
-# (`captioning.search`), which is higher on images unlike those of the training. Others improved nothing (see
-# BENCHMARKS.md).
+# The signals of a caption follow from the log-probabilities of its tokens in nats, EOS included. They are the mean (as
+# in the ranking of beams, the number of tokens includes SOS), the sum, the number of tokens, and the lowest values. If
+# there are fewer than NUM_LOWEST, the missing ones are 0. The last two signals are of the first NUM_FIRST tokens after
+# SOS: the mean log-probability, and the mean energy (`captioning.search`). The energy is higher on images unlike those
+# of the training. Further signals improved nothing (see BENCHMARKS.md).
 SIGNALS = (
     *("mean", "sum", "length"),
     *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)),
@@ -44,7 +44,7 @@ SIGNALS = (
 MAX_CIDER = 10.0  # the largest CIDEr-D
 logger = logging.getLogger(__name__)
 
-MAX_FITS = 16  # searches of one model; of more, the oldest are removed
+MAX_FITS = 16  # searches of one model; the oldest fits beyond this number are removed
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False), NUMBER]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=len(SIGNALS), max_length=len(SIGNALS))]
@@ -52,12 +52,12 @@ Scales = Annotated[
     tuple[Annotated[float, Field(ge=1e-6, le=1e6), NUMBER], ...],
     Field(min_length=len(SIGNALS), max_length=len(SIGNALS)),
 ]
-MIN_IMAGES = 50  # for 10 estimated numbers; the penalty allows fewer than the usual 10 for each
+MIN_IMAGES = 50  # 5 for each of 10 estimated numbers; the penalty makes this enough
 L2 = 1.0  # the penalty on the squared weights, which are those of standardized signals; the biases have none
 NUM_BINS = 10
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))
 RESAMPLES, INTERVAL = 1000, 0.95
-CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
+CHUNK_VALUES = 2**22  # image numbers that are drawn at a time; they take at most about 64 MiB
 
 
 class Judgement(NamedTuple):
@@ -209,7 +209,7 @@ def fit_confidence(
     from sklearn.linear_model import LogisticRegression, Ridge
 
     mean, scale = signals.mean(0), signals.std(0)
-    scale = np.where(scale > 1e-6, scale, 1.0)  # a signal that is the same for all images
+    scale = np.where(scale > 1e-6, scale, 1.0)  # a signal that is equal for all images keeps its scale
     standardized = (signals - mean) / scale
     logistic = LogisticRegression(C=1 / L2, tol=1e-8, max_iter=1000).fit(standardized, good)
     ridge = Ridge(alpha=L2).fit(standardized, ciderd.clip(0, MAX_CIDER))
@@ -235,7 +235,7 @@ class Bin(NamedTuple):
 class Risk(NamedTuple):
     """The share of captions that are not good among the most confident part of the images, with its interval."""
 
-    coverage: float  # that part, above 0
+    coverage: float  # the share of the images, above 0
     risk: float
     low: float
     high: float
@@ -255,25 +255,19 @@ class Quality:
     bins: tuple[Bin, ...]
     risks: tuple[Risk, ...]  # by coverage
 
-    @property
-    def is_monotone(self) -> bool:
-        """Whether a risk that never falls as the coverage grows fits into all intervals."""
-        highest = np.maximum.accumulate([each.low for each in self.risks])
-        return all(low <= each.high for low, each in zip(highest, self.risks, strict=True))
-
     def __str__(self) -> str:
         part, whole = next(each for each in self.risks if each.coverage >= 0.8), self.risks[-1]
         auroc = "" if self.auroc is None else f", AUROC {self.auroc:.3f}"
         return (
             f"mean {self.mean:.3f}, calibration error {self.calibration_error:.3f} ({len(self.bins)} bins of equal "
             f"size){auroc}, not good {whole.risk:.1%} of all captions and {part.risk:.1%} of the most confident "
-            f"{part.coverage:.0%}" + ("" if self.is_monotone else "; the risk falls where the coverage grows")
+            f"{part.coverage:.0%}"
         )
 
     def to_json(self) -> Values:
         """The entry `confidence` of a split in scores.json."""
         lists = {"bins": [each._asdict() for each in self.bins], "risks": [each._asdict() for each in self.risks]}
-        return asdict(self) | lists | {"is_monotone": self.is_monotone}
+        return asdict(self) | lists
 
 
 def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | None:

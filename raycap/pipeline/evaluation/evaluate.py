@@ -78,9 +78,9 @@ SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image i
 class Inputs:
     """The inputs of an evaluation.
 
-    images: those of each split that can be captioned. image_ids: of all images of each split, in their order.
-    unreadable: {image id: reason} of the others, as far as this is known before the captions. stores: the features that
-    each bundle captions; None for one that captions pixels.
+    images: the images of each split that can be captioned. image_ids: the ids of all images of each split, in their
+    order. unreadable: {image id: reason} of images that are known to have no caption before the search begins. stores:
+    for each bundle the feature store that it captions, or None if it captions pixels.
     """
 
     images: Mapping[str, Dataset]
@@ -93,17 +93,13 @@ class Inputs:
 class Options:
     """What an evaluation may be given besides bundles, images and settings.
 
-    training: the images whose captions the model has learned, for the share of captions seen in training. constraints:
-    a file of words that captions must contain, except in the splits `unconstrained`. features: the folder of a feature
-    store, for bundles without a backbone. metrics: only these are computed, without alignment and confidence.
-    captions: those of an earlier attempt. keep: is called with new captions before they are scored, which can take long
-    or fail.
+    constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: only these
+    are computed, without alignment and confidence. captions: those of an earlier attempt. keep: is called with new
+    captions before they are scored, because scoring can take long or fail.
     """
 
-    training: Dataset | None = None
     constraints: Path | None = None
     unconstrained: Sequence[str] = ()
-    features: StoragePath | None = None
     metrics: tuple[str, ...] = ()
     captions: SplitCaptions | None = None
     keep: Callable[[SplitCaptions], None] | None = None
@@ -118,14 +114,15 @@ def evaluate(
 ) -> Scores:
     """Captions the images of each split with one bundle, or with several as an ensemble, and scores the captions.
 
-    settings: `common_settings` of them and the bundles are used. address: of a Ray cluster; None for this machine. A
-    split without references is captioned and not scored. Raises UserError for constraints that do not fit.
+    settings: keys of the search that they do not set come from the bundles (`common_settings`). address: of a Ray
+    cluster; None starts Ray on this machine. A split without references is captioned and not scored. Raises UserError
+    for constraints that do not fit.
     """
     automata = find_automata(bundles[0], images, options)
     settings = with_search_precision(common_settings(settings, bundles), address)
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
-    inputs = find_inputs(bundles, images, settings, address, options.features)
+    inputs = find_inputs(bundles, images, settings, address)
     captioned = Captioned({split: {} for split in images}, 0.0)
     if options.captions is None:
         captioned = _captioned(bundles, inputs, settings, address, automata, options)
@@ -137,7 +134,7 @@ def evaluate(
         found = SplitScores(split, by_split[split], ConstraintCounts.of(by_split[split], automata[split]))
         return _scored(found, images[split], settings, protocol, options)
 
-    # each process of SPICE takes half of the free memory, so that there must be one at a time
+    # SPICE takes half of the free memory, so that there is only room for one of its processes
     max_workers = 1 if why_unavailable("SPICE") is None else None
     with ThreadPoolExecutor(max_workers) as pool:  # threads suffice: most of the work runs in Java processes
         splits = tuple(pool.map(split_scores, images))
@@ -152,13 +149,13 @@ def common_settings(
 ) -> RunConfig:
     """The settings by which all of these bundles are evaluated.
 
-    The bundles' protocols give those keys of the search that `settings` do not. `evaluation.max_length` is at most the
-    number of positions of each model. compared: other models that caption with the same settings, also if they record
-    others. Raises UserError for bundles that record different searches, and for a search that does not fit a bundle's
-    words.
+    Keys of the search that `settings` do not set come from the bundles' protocols. `evaluation.max_length` is lowered
+    to the number of positions of each model. compared: other models, which caption with the same settings even if their
+    protocols record other ones. Raises UserError for bundles that record different searches, and for a search that does
+    not fit a bundle's words.
     """
     search = search_settings(settings.evaluation, [_recorded(bundle) for bundle in bundles])
-    # as if the settings gave these keys, so that models that record others are searched with the same values
+    # marks these keys as set, so that compared models do not use the values of their own protocols
     search = search.model_copy(update={key: getattr(search, key) for key in SEARCH_KEYS})
     for bundle in (*bundles, *compared):
         search.require_words(_recorded(bundle).language, vocabulary_of(bundle).tokenizer)
@@ -174,7 +171,7 @@ def protocol_of(bundles: Sequence[StoragePath], settings: RunConfig, options: Op
     protocol = ensemble_protocol([searched(_recorded(bundle), settings.evaluation) for bundle in bundles])
     features: Literal["grid", "regions"] = "grid" if settings.has_backbone else "regions"
     protocol = replace(protocol, features=features, constrained=options.constraints is not None)
-    # the language of the bundles if the settings do not give one; `ensemble_protocol` refuses bundles of several
+    # settings without a language take that of the bundles; `ensemble_protocol` has refused bundles of several languages
     is_given = "language" in settings.data.model_fields_set
     return in_language(protocol, settings.data.language if is_given else protocol.language)
 
@@ -196,10 +193,10 @@ def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: O
 
 
 def keep_results(scores: Scores, info: Mapping[str, object], decorations: Decorations) -> None:
-    """Stores the fitted confidence and further values for the info in the bundle that was evaluated.
+    """Stores the fitted confidence in the bundle that was evaluated, and adds `info` to the bundle's info.
 
-    A champion's bundle, whose digests are recorded elsewhere, never changes. Nothing is written if the bundle has all
-    of it.
+    Nothing is written if the bundle has all of it. A champion's bundle is never changed, because its digests are
+    recorded elsewhere.
     """
     (bundle,) = scores.bundles
     confidence = scores.confidence
@@ -238,11 +235,10 @@ def caption_scores(
     *,
     language: str | None = None,
     several: Mapping[Any, Sequence[str]] | None = None,
-    training: Dataset | None = None,
 ) -> MetricScores | None:
     """The scores of captions of images by these metrics; None if no image has both references and a caption.
 
-    several, training: see `ScoreInputs` and `Options`. language: None for that of the settings.
+    several: see `ScoreInputs`. language: None for that of the settings.
     """
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
@@ -256,7 +252,6 @@ def caption_scores(
         references,
         {image: captions[image] for image in references},
         metrics=metrics,
-        training_captions=training.texts() if training is not None and training.num_captions else None,
         language=language,
         inputs=inputs,
     )
@@ -265,7 +260,7 @@ def caption_scores(
 def _scored(
     result: SplitScores, part: Dataset, settings: RunConfig, protocol: Protocol, options: Options
 ) -> SplitScores:
-    """The captions of a split with their scores. Images of `part` without a caption have not been read."""
+    """The captions of a split with their scores. `part` may have more images: those that could not be read."""
     split = result.split
     if result.constraints is not None:
         logger.info(f"search    {split}: {result.constraints}")
@@ -280,7 +275,6 @@ def _scored(
         settings,
         language=protocol.language,
         several=result.several,
-        training=options.training,
     )
     hits: dict[int, bool] = {}
     if scores is not None and data.synthetic is not None:
@@ -311,39 +305,31 @@ def images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Datase
 
 
 def find_inputs(
-    bundles: Sequence[StoragePath],
-    images: Mapping[str, Dataset],
-    settings: RunConfig,
-    address: str | None,
-    features: StoragePath | None = None,
+    bundles: Sequence[StoragePath], images: Mapping[str, Dataset], settings: RunConfig, address: str | None
 ) -> Inputs:
-    """The inputs of bundles, and the extraction or import of the features that the storage lacks.
+    """Finds what the bundles caption, and computes or imports the features that the storage lacks.
 
-    A bundle with a backbone captions its stored features, and pixels if `features.store` is `never`. The features are
-    those of a run that has not trained this backbone. A bundle without a backbone captions `features`, or else the
-    regions of `features.hdf5`. Images without features of one bundle are captioned by none.
+    A bundle with a backbone captions the stored features of its backbone, or pixels if `features.store` is `never`. A
+    bundle without a backbone captions the regions of `features.hdf5`. If an image lacks the features of one bundle, no
+    bundle captions it.
     """
     table = pa.concat_tables([part.table for part in images.values()])
     ids = {split: part.column("image_id") for split, part in images.items()}
-    _, first = np.unique(table["image_id"].to_numpy(), return_index=True)  # the split `all` contains the others
+    _, first = np.unique(table["image_id"].to_numpy(), return_index=True)  # the split `all` repeats the others' images
     every = Dataset(table.take(np.sort(first)))
     has_backbone = [read_bundle_config(fetched(bundle)).get("backbone") is not None for bundle in bundles]
     stores: list[StoragePath | None] = [None] * len(bundles)
     unreadable, missing = dict[str, str](), dict[str, str]()  # reasons, by URI and by content key
-    if not settings.has_backbone and features is None:
+    if not settings.has_backbone:
         every = every.keyed_by_id()
         if not all(has_backbone):
             regions, missing = import_regions(every, settings)
             stores = [None if has else regions for has in has_backbone]
-    else:
-        stores = [None if has else features for has in has_backbone]
-        if settings.has_backbone and settings.features.store != "never":
-            for number in np.flatnonzero(has_backbone).tolist():
-                every, extracted = _extracted(bundles[number], every, settings, address, unreadable)
-                stores[number] = extracted.store
-                missing |= extracted.missing
-        if any(stores) and every.table["key"].null_count == len(every):
-            every, unreadable = snapshot_of(every, settings)
+    elif settings.features.store != "never":
+        for number in np.flatnonzero(has_backbone).tolist():
+            every, extracted = _extracted(bundles[number], every, settings, address, unreadable)
+            stores[number] = extracted.store
+            missing |= extracted.missing
     usable = (every.readable() if any(stores) else every).without([*missing])
     left_out = set(every.column("image_id")) - set(usable.column("image_id"))
     named = zip(*(every.column(name) for name in ("image_id", "uri", "key")), strict=True)
@@ -389,7 +375,10 @@ def _captioned(
     automata: Automata,
     options: Options,
 ) -> Captioned:
-    """The captions of each split. Only a split that has all images, with the same constraints, is captioned."""
+    """The captions of each split.
+
+    If one split has all images, with the same constraints, only this split is captioned. The others share its captions.
+    """
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
     models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]

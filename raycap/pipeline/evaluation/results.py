@@ -121,36 +121,27 @@ class Explanation:
 
 
 class ConstraintCounts(NamedTuple):
-    """The number of images with constraints, and of those whose caption satisfies all that it must, fewer, or none."""
+    """The number of images with constraints, and the images whose caption satisfies fewer of them than it must."""
 
     images: int
-    all: int
-    some: int
-    none: int
-    not_held: list[int]  # the images whose caption satisfies fewer constraints than it must
+    not_held: list[int]
 
     @classmethod
     def of(
         cls, captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
     ) -> ConstraintCounts | None:
         """Counts the images by their best captions; None if no image has constraints."""
+        satisfied = {image: each.n_best[0].num_satisfied or 0 for image, each in captions.items() if each.n_best}
         required = {
             image: automata[image].num_required
-            for image, each in captions.items()
-            if image in automata and each.n_best and automata[image].num_required
+            for image in satisfied
+            if image in automata and automata[image].num_required
         }
-        if not required:
-            return None
-        held = {image: captions[image].n_best[0].num_satisfied or 0 for image in required}
-        incomplete = [image for image, number in required.items() if held[image] < number]
-        num_none = sum(number <= 0 for number in held.values())
-        num_all, num_some = len(required) - len(incomplete), len(incomplete) - num_none
-        return cls(len(required), num_all, num_some, num_none, incomplete)
+        not_held = [image for image, number in required.items() if satisfied[image] < number]
+        return cls(len(required), not_held) if required else None
 
     def __str__(self) -> str:
-        return (
-            f"{self.all} of {self.images} captions hold the required constraints, {self.some} fewer, {self.none} none"
-        )
+        return f"{self.images - len(self.not_held)} of {self.images} captions satisfy the required constraints"
 
 
 @dataclass(frozen=True)
@@ -159,8 +150,8 @@ class SplitScores:
 
     images: by image id; an image that cannot be read has the reason in place of a caption. constraints: None if no
     image has any. main_object_hits: whether the main object is named, by image id; only for the synthetic data set.
-    quality: of the confidence; None if there is none, and for the split on which it was fitted. published: printed
-    scores, each with why ours cannot be compared, or "".
+    quality: of the confidence; None if there is none, and for the split on which it was fitted. published: scores that
+    papers print, each with the reason why ours cannot be compared, or "" if they can.
     """
 
     split: str
@@ -240,15 +231,12 @@ class SplitScores:
             "unreadable": self.unreadable,
             "alignment": self.alignment,
             "constraints": self.constraints and self.constraints._asdict(),
-            **self.scores_to_json(),
             "published": rows,
         }
+        if self.scores is not None:
+            of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
+            entry |= self.scores.to_json() | of_images
         return entry if self.quality is None else entry | {"confidence": self.quality.to_json()}
-
-    def scores_to_json(self) -> Values:
-        """The part of the entry that needs references; {} without scores."""
-        of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
-        return {} if self.scores is None else self.scores.to_json() | of_images
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""
@@ -260,9 +248,9 @@ class SplitScores:
 class Scores:
     """The result of an evaluation.
 
-    bundles: of the model, or several of an ensemble. search: by which the images were captioned. confidence: the one
-    that was fitted on the validation split; None without this split, and if none could be fitted. seconds_per_image: of
-    a worker, without the loading of models; None for captions of an earlier attempt.
+    bundles: one, or several of an ensemble. search: the settings with which the images were captioned. confidence: was
+    fitted on the validation split; None without this split, and if the fit is not possible. seconds_per_image: the time
+    of a worker, without the loading of models. It is None if the captions are those of an earlier attempt.
     """
 
     bundles: tuple[StoragePath, ...]

@@ -127,9 +127,10 @@ def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
-    """Seconds per image of a backbone with one block in each stage, which shows which precision is faster for all.
+    """Seconds per image of a backbone in each precision. A CPU computes one image at a time, and a GPU a batch.
 
-    A backbone with fixed depths is measured as a whole. A CPU computes one image at a time, and a GPU a batch.
+    Only one block of each stage is measured, which shows the faster precision sooner. A backbone with fixed depths is
+    measured as a whole.
     """
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1

@@ -197,7 +197,7 @@ class FeatureStore:
         self._has_regions = bool((self._length >= 0).any())  # asked once here, because batches call `regions_at`
         self._boxes = rows["boxes"] if rows["boxes"].null_count < len(rows) else None
         self._cache = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
-        if self._cache is not None:  # the shards beyond the limit would evict others, so they are read in ranges
+        if self._cache is not None:  # other shards would evict these from the cache; their rows are read in ranges
             self._fits = np.cumsum([info.bytes for info in self.shards]) <= self._cache.limit
         self._lock = threading.RLock()  # training prefetches in a thread while it validates
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first

@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
-# the files of a listing, and the content keys of the images found in them, which are rows without a file
+# A listing has a row for each file without a content key, and a row for each image with nothing but its content key.
 LISTING = ENTRIES.append(pa.field("key", pa.string()))
 TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # at the start of a relative name
 
 
-# a relative path; UserError for any other text, because others may have written the file
+# A relative path. Others may have written the file, so any other text raises UserError.
 Name = Annotated[str, AfterValidator(lambda name: relative_name(name, POINTER))]
 
 
@@ -134,7 +134,7 @@ class ChampionStore:
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
-        # the tag of the version of champion.json that was last read or written; only this version may be replaced
+        # The tag of champion.json as it was last read or written. Only this version may be replaced.
         self._tag: str | None = None
 
     def read(self) -> ChampionState:
@@ -157,8 +157,8 @@ class ChampionStore:
     def fence(self, lease: Lease) -> ChampionState:
         """Writes the lease's token into champion.json, so that no process with a smaller token can commit.
 
-        If the file is absent, all present files count as decided, so that none of them is ever an orphan. Raises
-        LostLeaseError when the file already has a larger token.
+        If champion.json is absent, all other files count as decided, so that none of them is ever deleted. Raises
+        LostLeaseError if champion.json has a larger token.
         """
         while True:
             state = self.read()
@@ -230,15 +230,16 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 
 
 def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
-    # The results are not data, and are not listed. Synthetic images are in the results folder, which is then listed.
-    results = f"{config.storage_place.uri.rstrip('/')}/" if config.data.synthetic is None else None
+    """Yields the files of a listing with their URIs."""
     image_folders = {config.data.images, *(source.images for source in config.data.sources)}
-    inside = f"{root.rstrip('/')}/"
+    inside, results = f"{root.rstrip('/')}/", f"{config.storage_place.uri.rstrip('/')}/"
     outside = [each for each in sorted(image_folders) if is_remote(each) and not f"{each}/".startswith(inside)]
     for prefix in [root, *outside]:
         for name, entry in StoragePath(prefix, config.storage.options).walk():
-            uri = join(prefix, name)
-            if "/." not in f"/{name}" and not (results and uri.startswith(results)):
+            uri, is_hidden = join(prefix, name), "/." in f"/{name}"
+            # Synthetic images are data, although they are in the folder of the results.
+            is_result = uri.startswith(results) and config.data.synthetic is None
+            if not is_hidden and not is_result:
                 yield uri, entry
 
 
@@ -246,13 +247,13 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
     """The numbers of files that differ from the previous listing. Without a previous listing, every file is new."""
     if before is None:
         return Change(added=now.num_rows, changed=0, gone=0)
-    before = before.filter(pc.is_valid(before["size"]))
+    before = before.filter(pc.is_valid(before["size"]))  # without the rows of content keys
     rows = pc.index_in(now["uri"], value_set=before["uri"])  # null for a new file
+    num_kept = now.num_rows - rows.null_count
     previous = before.take(rows)
-    same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
-    added = rows.null_count
-    changed = now.num_rows - added - _count(pc.fill_null(same, False))
-    return Change(added=added, changed=changed, gone=before.num_rows - (now.num_rows - added))
+    is_same = pc.and_(pc.equal(previous["size"], now["size"]), pc.equal(previous["tag"], now["tag"]))
+    num_same = _count(pc.fill_null(is_same, False))
+    return Change(added=rows.null_count, changed=num_kept - num_same, gone=before.num_rows - num_kept)
 
 
 def with_keys(listing: pa.Table, dataset: Dataset) -> pa.Table:
@@ -269,6 +270,7 @@ def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
 
 
 def _count(mask: pa.ChunkedArray) -> int:
+    """The number of true values."""
     return int(pc.sum(mask).as_py() or 0)  # the sum over no rows is None
 
 

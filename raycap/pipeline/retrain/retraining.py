@@ -178,8 +178,9 @@ class Retraining:
         Returns the exit code of the retraining if it ends here, because nothing is new or the data has errors.
         """
         config, root, stored = self.config, data_root(self.config), self.state.snapshot
-        listing = list_data(config, root)
-        before = None if stored is None else from_bytes((self.store.folder / stored).read_bytes(), LISTING, stored)
+        listing, before = list_data(config, root), None
+        if stored is not None:
+            before = from_bytes((self.store.folder / stored).read_bytes(), LISTING, stored)
         change = compare(listing, before)
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:

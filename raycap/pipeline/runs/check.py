@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
 MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
 IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding. Each takes 2 kB of memory.
-MAX_UNKNOWN = 0.05  # the largest fraction of words of validation captions outside the vocabulary without a warning
+MAX_UNKNOWN = 0.05  # If the vocabulary lacks a larger fraction of the words of validation captions, `check` warns.
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 

@@ -101,7 +101,7 @@ class RunMetadata:
     splits: dict[str, int]  # number of images by split
     unreadable: dict[str, str]  # {uri: reason} of the images that were left out
     sizes: ModelSizes
-    num_tokens: int  # image tokens per image; for region features the largest number of regions
+    num_tokens: int  # tokens per image, or the largest number of regions
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
 
     @staticmethod
@@ -131,8 +131,8 @@ class StageResult:
     steps: int
     best_step: int
     best_score: float  # validation CIDEr-D
-    kept: bool  # False when later stages start from the weights that preceded this stage
-    ended_early: str  # why the stage ended before its last step; empty otherwise
+    kept: bool  # If false, later stages start from the weights before this stage.
+    ended_early: str  # why the stage ended before its last step, or ""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class RunFolder:
             return self
         storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
         copies = cache_folder() / "workers" / storage_folder.name / self.run_id
-        token = driver_token or self.token("driver_token") or "first"  # if no driver has worked on it
+        token = driver_token or self.token("driver_token") or "first"  # before any driver has worked on it
         if not token.isalnum():  # it becomes a folder's name
             raise UserError(f"{self.root}/log/driver_token is {printable(token)[:80]!r}, not a token; remove this file")
         folder = replace(self, path=copies / token / self.run_id)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
-MAX_PARAMETERS = 10**11  # 100 times the parameters of large captioners
+MAX_PARAMETERS = 10**11  # large captioners have a hundredth of it
 
 
 def check_before_writing(config: RunConfig) -> None:

@@ -48,7 +48,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def cache_limit(folder: Path, held: int, most: int | None) -> int:
-    """The size in bytes of a cache that holds `held` bytes. most: the configured limit; None: half of the space."""
+    """The size limit of a cache that has `held` bytes now. most: the configured limit; None for the default."""
     space = max(0, free_bytes(folder) + held)
     if volume := os.environ.get(SIZE_VARIABLE):
         space = min(space, int(float(volume) * 2**30))
@@ -135,7 +135,7 @@ class ImageCache:
         self.folder, self.limit = folder, limit // NUM_IMAGE_FOLDERS
 
     def read(self, source: Readable, sha256: str, max_bytes: int | None = None) -> bytes:
-        """The content of an image file, from the cache if it is there; else it is added.
+        """The content of an image file. It is read from the cache, and added to it if it is not there.
 
         Raises StorageError if it no longer has the digest, and OSError if it has more than `max_bytes` bytes.
         """
@@ -168,7 +168,7 @@ class ImageCache:
 
 
 def shard_cache(most: int | None, folder: Path | None = None) -> ShardCache:
-    """This machine's cache of shards. most: the configured limit in bytes; None: half of the disk's free space."""
+    """This machine's cache of shards. most: the configured limit in bytes; None for half of the disk's free space."""
     folder = folder or cache_folder() / "shards"
     return ShardCache(folder, cache_limit(folder, used_bytes(folder), most))
 

@@ -22,7 +22,7 @@ from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
-MAX_HOLES = 10  # a file with more than this many times the bytes of its blocks on the disk is sparse, not compressed
+MAX_HOLES = 10  # a file system may compress a file to a tenth; a file with smaller blocks on the disk is sparse
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:

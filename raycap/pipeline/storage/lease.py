@@ -28,7 +28,7 @@ from raycap.pipeline.storage.s3 import ConflictError
 
 logger = logging.getLogger(__name__)
 
-MAX_TIME = 2.0**36  # Unix seconds: the year 4147, within the range of the system's calendar
+MAX_TIME = 2.0**36  # Unix seconds in the year 4147, which the system's calendar can still show
 MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
 
@@ -131,7 +131,7 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        pause_s = min(stored.seconds, 10 * seconds) / 2  # a living holder renews every third of its lease
+        pause_s = min(stored.seconds, 10 * seconds) / 2  # longer than a third of the lease, after which a holder renews
         for _ in range(1 if stored.until < time.time() else 2):
             logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
             time.sleep(pause_s)
@@ -155,7 +155,7 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
 
 
 def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:
-    """The stored record and the tag of its file; (None, None) without a file."""
+    """The stored record and the tag of its file, or (None, None) if there is no file."""
     try:
         data, tag = path.read_tagged()
         return LeaseRecord.model_validate_json(data), tag

@@ -152,7 +152,7 @@ class StoragePath:
             yield from self._object.list()
             return
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path):
-            pass  # os.walk ignores errors
+            pass  # it has raised an error for a folder that cannot be listed, which os.walk ignores
         for folder, _, names in os.walk(self.path):
             for path in (Path(folder) / name for name in names):
                 with suppress(OSError):  # renamed or removed since it was listed, or a link to itself
@@ -190,8 +190,9 @@ def storage_path(path: StoragePath | Path | str, options: StorageOptions = Stora
     """
     if isinstance(path, StoragePath):
         return path
-    uri = str(path).rstrip("/") if is_remote(str(path)) else os.path.abspath(expanded_path(path))  # noqa: PTH100 (it keeps "..")
-    return StoragePath(uri, options)
+    if is_remote(str(path)):
+        return StoragePath(str(path).rstrip("/"), options)
+    return StoragePath(os.path.abspath(expanded_path(path)), options)  # noqa: PTH100 (Path.absolute keeps "..")
 
 
 def join(folder: str, name: str) -> str:

@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
     size: int  # in bytes
     tag: str  # modification time in ns, or the ETag
-    modified: float = 0.0  # Unix seconds; 0 on S3 unless a listing gave the entry
+    modified: float = 0.0  # Unix seconds; on S3 only listings have it
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class S3Object:
             with self._errors_translated():
                 self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
         except StorageError as error:
-            has_answered = isinstance(error.__cause__, ClientError)  # perhaps with a refusal
+            has_answered = isinstance(error.__cause__, ClientError)  # a refusal is an answer, too
             if not has_answered:
                 raise
 

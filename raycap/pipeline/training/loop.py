@@ -240,8 +240,8 @@ class StageRun:
             progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
-                # A checkpoint is due. If this step ends with a validation, it is saved after it, because a stage that
-                # resumes from an earlier one would skip the validation.
+                # A checkpoint is due. If this step has a validation, it must be saved after it: a stage that resumes
+                # from an earlier checkpoint would skip the validation.
                 self.had_notice, saved_at = True, -math.inf
                 text = STOPPING if must_stop else NOTICE
                 output.log("notice", progress.step, {"text": text, "total": self.total})

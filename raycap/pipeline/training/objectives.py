@@ -42,7 +42,7 @@ from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.cider_d import CiderDReward
 from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
 
-DEVIATION_EPS = 1e-4  # added to standard deviations of rewards; those of CIDEr-D are 0.1 to 1
+DEVIATION_EPS = 1e-4  # added to the standard deviation of rewards, which is 0.1 to 1 for CIDEr-D
 MIN_GROUND_TRUTH = 0.05  # `check_reward` refuses data whose ground-truth captions have a lower CIDEr-D
 
 
@@ -311,8 +311,7 @@ def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor
 
     tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
     """
-    log_p, log_q = (
-        (each if each.dtype == torch.float64 else each.float()).log_softmax(-1) for each in (logits, reference_logits)
-    )
+    log_p = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    log_q = (reference_logits if reference_logits.dtype == torch.float64 else reference_logits.float()).log_softmax(-1)
     divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
     return (divergences * (tokens[:, 1:] != pad)).sum(-1)

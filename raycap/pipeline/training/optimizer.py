@@ -52,7 +52,7 @@ def make_optimizer(captioner: Captioner, section: OptimizerSection, lr: float) -
     """
     optimizers = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     groups = _parameter_groups(captioner, section)
-    is_fused = section.name != "radam" and groups[0]["params"][0].is_cuda  # one kernel for the update; RAdam has none
+    is_fused = section.name != "radam" and groups[0]["params"][0].is_cuda  # RAdam has no fused kernel
     return optimizers[section.name](
         groups,
         lr=lr,

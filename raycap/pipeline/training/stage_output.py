@@ -61,7 +61,7 @@ class Progress:
     best_score: float = float("-inf")
     since_best: int = 0  # number of validations since the best score
     reductions: int = 0  # how often the plateau rule has lowered the learning rate
-    ended_early: str = ""  # why the stage ends before its last step; empty otherwise
+    ended_early: str = ""  # why the stage ends before its last step, or ""
 
 
 class StageOutput:

@@ -206,7 +206,7 @@ def test_one_json_file_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tokens_of_ten_thousand_captions_are_spacys(shared: Path) -> None:
-    """The digest is of spaCy 3.8.7's `English().tokenizer`, without white space and the marks that are left out."""
+    """The digest is of spaCy 3.8.7's `English().tokenizer`, without white space and the marks that we drop."""
     path = shared / "data" / "coco_captions" / "dataset_coco_val2014_karpathy.json.gz"
     images = json.loads(gzip.decompress(path.read_bytes()))["images"]
     captions = [sentence["raw"] for image in images for sentence in image["sentences"]][35_862:45_862]

@@ -51,7 +51,7 @@ def test_scores_are_of_the_states_behind_the_words(config: ModelConfig) -> None:
     memory = model.encode(Features(torch.randn(3, 4, 6, dtype=torch.float64)))
     tokens = torch.tensor([[0, 4, 5, 1, 2, 2], [0, 7, 8, 9, 10, 3], [0, 1, 2, 2, 2, 2]])
     found = alignment_scores(model, memory, tokens)
-    # the states again: output weights of one word only see the state; solve them from logits
+    # recovers the states from the logits, by solving with the output weights
     weight = model.lm_head.weight.double()  # type: ignore[union-attr, operator]
     bias = model.lm_head.bias  # type: ignore[union-attr]
     logits = model.decode(memory, tokens) - (0 if bias is None else bias)

@@ -1,4 +1,4 @@
-"""Digests of bundles, their rights, and what is copied from S3."""
+"""Digests of bundles, and what is copied of a bundle on S3."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
 def test_a_file_that_is_missing_or_unknown_to_the_digests_is_named(copy: Path) -> None:
     (copy / "notes.txt").write_text("a file of the user's")
     require_intact(copy)
-    card = (copy / "card.md").read_bytes()
-    (copy / "card.md").unlink()
-    with pytest.raises(UserError, match=r"lacks card.md, which is in its digests.json"):
+    content = (copy / "preprocessing.json").read_bytes()
+    (copy / "preprocessing.json").unlink()
+    with pytest.raises(UserError, match=r"lacks preprocessing.json, which is in its digests.json"):
         require_intact(copy)
     seal(copy)
-    (copy / "card.md").write_bytes(card)
-    with pytest.raises(UserError, match=r"card.md does not have the digest in digests.json"):
+    (copy / "preprocessing.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"preprocessing.json does not have the digest in digests.json"):
         require_intact(copy)
-    (copy / "card.md").unlink()
-    os.mkfifo(copy / "card.md")
+    (copy / "preprocessing.json").unlink()
+    os.mkfifo(copy / "preprocessing.json")
     require_intact(copy)  # nobody reads it
-    assert "card.md" not in bundle_digests(copy)
-    with pytest.raises(UserError, match="lacks card.md"):
-        bundle_digests(copy, ["card.md"])
+    assert "preprocessing.json" not in bundle_digests(copy)
+    with pytest.raises(UserError, match="lacks preprocessing.json"):
+        bundle_digests(copy, ["preprocessing.json"])
 
 
 def test_only_the_files_of_a_bundle_are_copied_from_s3(s3: str, bundle: Path, tmp_path: Path) -> None:

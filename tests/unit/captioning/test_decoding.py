@@ -60,7 +60,7 @@ def test_an_evaluation_follows_the_rules(tmp_path: Path) -> None:
 
 
 def test_drawn_captions_depend_on_image_and_seed_only(tmp_path: Path) -> None:
-    """Not on batches and workers; the captions of an image are in the order of their scores."""
+    """Batches and workers do not matter. The captions of an image are in the order of their scores."""
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
 

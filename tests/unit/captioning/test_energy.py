@@ -62,7 +62,7 @@ def test_energies_against_a_plain_loop(config: ModelConfig) -> None:
     boxes = None if is_grid else torch.cat((corners, corners + 1), -1)
     features = Features(torch.randn(7, 4, 6, dtype=torch.float64), padding, boxes)
     memory = model.encode(features)
-    model.train()  # dropout must not act, and the mode stays
+    model.train()  # in this mode, which stays, dropout must not act
     for count in (1, 3, 4, 20):
         found = caption_energies(model, memory, tokens, lengths, count)
         assert model.training and found.shape == (7,) and found.dtype == torch.float64

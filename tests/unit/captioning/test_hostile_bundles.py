@@ -130,7 +130,7 @@ def sparse(folder: Path) -> None:
 
 
 def header(content: bytes, size: int = 64, length: int | None = None) -> Craft:
-    """A safetensors file with this header and `size` bytes of data. length: what it claims as the header's length."""
+    """A safetensors file with this header and `size` bytes of data. length: of the header, as the file claims."""
     claimed = len(content) if length is None else length
     return text("model.safetensors", claimed.to_bytes(8, "little") + content + bytes(size))
 
@@ -245,7 +245,7 @@ def test_each_flipped_bit_is_found_and_its_file_named(bundle: Path, tmp_path: Pa
     shutil.copytree(bundle, folder)
     names = sorted(path.name for path in folder.iterdir())
     assert names == [
-        "card.md", "config.yaml", "digests.json", "model.safetensors", "preprocessing.json", "vocabulary.json",
+        "config.yaml", "digests.json", "model.safetensors", "preprocessing.json", "vocabulary.json",
     ]  # fmt: skip
     for name in names:
         data = (folder / name).read_bytes()

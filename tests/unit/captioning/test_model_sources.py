@@ -36,5 +36,5 @@ def test_a_bundle_with_other_files_than_recorded_is_refused(tmp_path: Path) -> N
     folder = make_bundle(tmp_path / "bundle", backbone=False)
     digests = bundle_digests(folder)
     assert StoredBundle(storage_path(folder), digests).load().config["name"] == "small"
-    with pytest.raises(OSError, match="card.md is missing or has changed"):
-        StoredBundle(storage_path(folder), digests | {"card.md": "0" * 64}).load()
+    with pytest.raises(OSError, match="preprocessing.json is missing or has changed"):
+        StoredBundle(storage_path(folder), digests | {"preprocessing.json": "0" * 64}).load()

@@ -25,13 +25,13 @@ WHOLE = LocalContext()
 
 @torch.no_grad()
 def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
-    """Not on batches, workers, further captions and the alignment. Ensembles, constraints and training have none."""
+    """Batches, workers and further captions do not matter. Ensembles, constrained searches and training have none."""
     captioner = load_bundle(make_bundle(tmp_path / "bundle", backbone=False)).captioner
     images = FewImages(torch.randn(7, 4, 16, generator=torch.Generator().manual_seed(3)))
 
-    def signals(context: LocalContext = WHOLE, alignment: bool = False, **keys: Any) -> dict[int, tuple[float, ...]]:
+    def signals(context: LocalContext = WHOLE, **keys: Any) -> dict[int, tuple[float, ...]]:
         settings = EvaluationSection(**({"beam_size": 3, "max_length": 9, "batch_size": 3} | keys))
-        search = CaptionSearch(settings, WORDS, with_alignment=alignment)
+        search = CaptionSearch(settings, WORDS)
         found, _ = caption_split([captioner], [images], search, context)
         assert all(not each.signals for ranked in found.values() for each in ranked[1:])
         return {image: ranked[0].signals for image, ranked in found.items()}
@@ -43,7 +43,6 @@ def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
         signals(batch_size=7),
         signals(batch_size=1),
         signals(half(0)) | signals(half(1)),
-        signals(alignment=True),
         signals(num_results=3),
     ):
         assert others.keys() == whole.keys()
@@ -68,7 +67,7 @@ def test_signals_depend_on_image_and_model_only(tmp_path: Path) -> None:
 
 
 def test_a_served_model_judges_by_the_signals_of_an_evaluation(tmp_path: Path) -> None:
-    """Also with another number of captions, and whatever other images are in the batch."""
+    """The number of captions and the other images of the batch do not matter."""
     bundle = load_bundle(with_confidence(make_bundle(tmp_path / "bundle")))
     service, (fit,) = CaptionService(bundle), bundle.confidences
     bundle.confidences = (replace(fit, log_odds=Linear((*[0.0] * (len(SIGNALS) - 1), -0.3), -2.0)),)

@@ -74,7 +74,7 @@ def test_a_bundle_on_s3_gets_its_confidence_there(
 
 
 def split(name: str, num_good: int, count: int = 60) -> tuple[str, Dataset, dict[int, ImageCaption]]:
-    """A split with captions, of which the good ones equal their reference and have the higher log-probabilities."""
+    """A split with captions. Good ones equal their reference, and have the higher log-probabilities."""
     words = [f"a cat sits on mat number {image} of {image}" for image in range(count)]
     texts = {image: words[image] if image < num_good else "two dogs" for image in range(count)}
     means = {image: -0.5 if image < num_good else -1.9 for image in texts}
@@ -83,7 +83,7 @@ def split(name: str, num_good: int, count: int = 60) -> tuple[str, Dataset, dict
 
 
 def qualities(config: RunConfig, bundles: Sequence[Path], *splits: tuple[str, Any, Any]) -> dict[str, Quality]:
-    """The quality of the confidence by split after an evaluation, which stores what it has fitted."""
+    """Evaluates, which stores a fitted confidence. Returns the quality of the confidence by split."""
     images, captions = {name: part for name, part, _ in splits}, {name: each for name, _, each in splits}
     scores = evaluate([*map(storage_path, bundles)], images, config, None, Options(captions=captions))
     if len(bundles) == 1:

@@ -1,4 +1,4 @@
-"""What a cluster can hold, and what a waiting stage reports. Waiting itself: tests/faults/test_private_disks.py."""
+"""What a cluster can hold, and what a waiting stage reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_bundles_fit(nodes: list[dict[str, float]], bundles: list[dict[str, floa
 
 
 def test_equal_bundles_fit_exactly_when_an_assignment_exists() -> None:
-    """Against all assignments, for bundles of one size per stage, as raycap asks for them."""
+    """Compared with a search through all assignments. Bundles of a stage have one size, as raycap asks for them."""
     generator = random.Random(0)
     for _ in range(200):
         nodes = [{"CPU": generator.randint(0, 3), "GPU": generator.randint(0, 2)} for _ in range(3)]

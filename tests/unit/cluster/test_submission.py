@@ -35,7 +35,7 @@ CONFIGS = ROOT / "raycap" / "configs"
 
 
 def test_a_job_runs_in_its_folder_and_finds_its_configuration(tmp_path: Path) -> None:
-    """The folder holds what a job imports, no bytecode and no tests, and the commit that git would say."""
+    """The folder has what a job imports and the commit, but no bytecode and no tests."""
     files, config = job_files(CONFIGS / "search_demo.yaml", [])
     pack(tmp_path, files)
     assert config == "raycap/configs/search_demo.yaml" and [path.name for path in tmp_path.iterdir()] == ["raycap"]
@@ -157,7 +157,7 @@ def test_the_command_line_is_checked_before_anything_is_sent(
     assert values["set_"] == ["seed=1", "name=x"] and values["config"] == config
     nocaps = CONFIGS / "data" / "nocaps_val.yaml"
     monkeypatch.chdir(tmp_path)
-    Path("there.jsonl").touch()  # the file of an earlier call is not sent, because the job would write beside it
+    Path("there.jsonl").touch()  # the job would not get the output of an earlier call
     for words, named in (
         (["caption", "s3://b/*.jpg", *REMOTE, "--out", "there.jsonl"], "--out = there.jsonl"),
         (["score", str(config)], "cannot be submitted"),

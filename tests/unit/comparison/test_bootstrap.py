@@ -28,7 +28,7 @@ def test_the_interval_covers_the_true_mean_at_its_confidence() -> None:
 
 
 def simulated(generator: np.random.Generator, seeds: int, seed_effects: float, images: np.ndarray) -> np.ndarray:
-    """(seeds, images) scores: normal effects of seeds and of images, and of each seed on each image."""
+    """Scores (seeds, images), which are sums of normal effects: of a seed, of an image, and of a seed on an image."""
     own = generator.normal(0, 0.5, (seeds, len(images)))
     return generator.normal(0, seed_effects, (seeds, 1)) + images + own
 

@@ -108,7 +108,7 @@ def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
         cases.append((printed("meshed_memory", split, constrained=False), meshed["nocaps_val"][overall]))
         constrained = meshed["nocaps_val"]["with_constrained_beam_search"][overall]
         cases.append((printed("meshed_memory", split, constrained=True), constrained))
-    count = {"count": 20.4}  # of Table 8, the only legible sub-category of SPICE
+    count = {"count": 20.4}  # of Table 8, whose other sub-categories of SPICE are illegible
     for models, key, more in ((1, "single", count), (2, "ensemble_2", {}), (4, "ensemble_4", {})):
         cases.append((printed("meshed_memory", "test", num_models=models), meshed[f"karpathy_test_{key}"] | more))
     cases.append((printed("expansionnet_v2", "near-domain"), expansion["nocaps_val"]["near"]))

@@ -1,4 +1,4 @@
-"""Numbers and texts that cannot be meant are refused in one short sentence, before anything else is looked at."""
+"""Numbers and texts out of range are refused in one short sentence, before anything else is checked."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.conftest import ROOT, small_config
 
 DEMO = ROOT / "raycap" / "configs" / "demo.yaml"
 NEVER: list[Any] = [10**39, 10**400, -(10**39), math.nan, math.inf, -math.inf, True, "many", "0x10", "1_0", {}]
-SOMETIMES: list[Any] = [1e308, 1e30, 10**32, 10**9, -1.0, -1, 0, 0.5, None, [1]]  # each is right for some numbers
+SOMETIMES: list[Any] = [1e308, 1e30, 10**32, 10**9, -1.0, -1, 0, 0.5, None, [1]]  # each is valid for some keys
 
 
 def test_texts_that_spell_numbers_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """YAML 1.1 reads 1e-3 as a text, and an environment variable is one."""
+    """YAML 1.1 reads 1e-3 as a text, and an environment variable is always a text."""
     monkeypatch.setenv("SOME_SEED", "17")
     config = load_config(DEMO, ["stages.0.lr=1e-3", "seed=${SOME_SEED}"])
     assert config.stages[0].lr == 1e-3 and config.seed == 17
@@ -37,7 +37,7 @@ def test_texts_that_spell_numbers_are_numbers(monkeypatch: pytest.MonkeyPatch) -
 
 
 def numbers(kind: Any, key: str = "") -> Iterator[str]:
-    """The dotted keys of all numbers in a section or in an annotation; the stages' begin with `stages.0`."""
+    """The dotted keys of all numbers in a section or an annotation. Those of stages begin with `stages.0`."""
     if get_origin(kind) in (Union, types.UnionType):
         for member in get_args(kind):
             yield from numbers(member, key)
@@ -56,7 +56,7 @@ def numbers(kind: Any, key: str = "") -> Iterator[str]:
 
 
 def all_numbers() -> list[tuple[str, str]]:
-    """(key, model) of every number of a run; the numbers of each model are those of its own section."""
+    """(key, model) of every number of a run's configuration. Each model has its own section."""
     keys = [(key, "expansionnet_v2") for key in numbers(RunConfig) if not key.startswith("model.")]
     return keys + [(f"model.{key}", name) for name, kind in MODEL_CONFIGS.items() for key in numbers(kind)]
 

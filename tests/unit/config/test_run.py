@@ -143,7 +143,7 @@ def test_a_data_file_has_images_and_nothing_of_the_model(tmp_path: Path) -> None
 
 
 def test_identity_is_of_the_result_alone(tmp_path: Path) -> None:
-    """Where it is stored and how many workers compute it do not make another run; the learning rate does."""
+    """Another storage or number of workers does not make another run. Another learning rate does."""
     base = parse_config(small_config(tmp_path))
     assert config_identity(parse_config(small_config(tmp_path / "b", workers__num_workers=2))) == config_identity(base)
     assert config_identity(parse_config(small_config(tmp_path, seed=5))) != config_identity(base)

@@ -63,7 +63,7 @@ def test_commands_take_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_configuration_extends_a_shipped_one_by_its_name(tmp_path: Path) -> None:
-    """Also a copy of a shipped file elsewhere, whose own references are paths among the shipped files."""
+    """A copy of a shipped file elsewhere can also name other shipped files by their paths among these."""
     for name in ("demo", "demo.yaml"):
         (tmp_path / "mine.yaml").write_text(f"extends: {name}\nname: mine\n")
         assert load_config(tmp_path / "mine.yaml") == load_config(CONFIGS / "demo.yaml", ["name=mine"])

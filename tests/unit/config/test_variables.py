@@ -102,7 +102,7 @@ def test_a_process_without_the_variables_receives_them_with_the_runs_folder(
 def test_a_stored_configuration_can_be_read_without_the_variables(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except for the storage's place: a wrong one would create folders of that name."""
+    """Only a variable of the storage's place must be set, because a wrong place would create folders of that name."""
     stored = tmp_path / "config.yaml"
     stored.write_text(dump_config(load_config(path)))
     forget_all()

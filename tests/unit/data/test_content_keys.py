@@ -42,7 +42,7 @@ def key_of(uri: str) -> str:
 
 
 class Noted:
-    """Hashes files with threads and notes which, in the form of `HashFiles`; each part in another order."""
+    """A `HashFiles` that hashes with threads and records the files. The results of each part come in another order."""
 
     def __init__(self) -> None:
         self.read: list[str] = []

@@ -83,7 +83,7 @@ def tokenized_set(folder: Path, tokens: dict[str, Any]) -> Path:
 
 
 def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
-    """They replace the raw captions for the model, and references stay raw. A caption without tokens is left out."""
+    """The model learns the file's tokens, and references stay raw captions. A caption without tokens is left out."""
     words = {split: [[split, "t-shirt", "A"], ["a"], ["a"], ["a"], []] for split in ("train", "val", "test")}
     root = tokenized_set(tmp_path / "set", words)
     config = section(root, tokenizer="tokens", min_count=1, vocabulary_splits=("train", "test"))
@@ -138,7 +138,7 @@ def test_vocabulary_is_sorted_with_its_specials(tmp_path: Path) -> None:
 
 
 def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do missing rights. They end the command. An archived object is taken out."""
+    """An outage and missing rights end the command. An archived object is taken out."""
     bucket = Bucket(["x.png", "y.png"])
     bucket.install(monkeypatch)
     columns = [range(2), ["train"] * 2, [*bucket.objects], [["a"]] * 2, pa.nulls(2, pa.string())]

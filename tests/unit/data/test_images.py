@@ -75,7 +75,7 @@ def test_the_formats_are_read() -> None:
 
 
 def test_an_image_in_postscript_starts_no_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for Ghostscript on the PATH, which Pillow starts for an EPS file, whatever its name."""
+    """Pillow would start Ghostscript for an EPS file, whatever its name. A stand-in on the PATH notices it."""
     called, tool = tmp_path / "called", tmp_path / "gs"
     tool.write_text(f'#!/bin/sh\necho "$@" >> {called}\nexit 1\n')
     tool.chmod(0o755)
@@ -185,7 +185,7 @@ def test_a_long_comment_of_a_ppm_header_is_refused() -> None:
 
 
 def test_jpeg_2000_is_refused() -> None:
-    """100 bytes, without any data, of which its decoder makes a structure of 1.6 kB for each of 360,000 pixels."""
+    """From a file of 100 bytes without data, its decoder makes a structure of 1.6 kB for each of 360,000 pixels."""
     size = struct.pack(">HIIIIIIIIHBBB", 0, 600, 600, 0, 0, 600, 600, 0, 0, 1, 7, 1, 1)
     style = struct.pack(">BBHBBBBBBB", 1, 0, 1, 0, 0, 4, 4, 0, 1, 0)
     steps = struct.pack(">BB", 0x40, 0x40)
@@ -204,7 +204,7 @@ def test_a_very_long_image_is_refused(size: tuple[int, int]) -> None:
 
 
 def test_a_jpeg_of_very_many_scans_is_refused() -> None:
-    """The last scan of a progressive file, repeated: each one is a pass over all pixels."""
+    """The last scan of a progressive file is repeated. Each scan is a pass over all pixels."""
     data = encoded(example(size=(64, 64)), format="JPEG", progressive=True)
     decode_image(data, 10_000)
     start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
@@ -213,7 +213,7 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
 
 
 def test_pipes_devices_and_large_files_are_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is read anyway would wait for a writer, or fill the memory; hence the process and its limit."""
+    """It runs in a process with limits, because reading such a file would wait for a writer or fill the memory."""
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     (tmp_path / "folder.png").mkdir()

@@ -87,7 +87,7 @@ def test_the_folder_is_described(exported: Export) -> None:
 
 
 def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export whose program is that of other weights."""
+    """The program is written with other weights than the model's."""
 
     def write_other(path: Path, graph: torch.nn.Module, inputs: Any) -> None:
         for parameter in graph.parameters():
@@ -105,7 +105,7 @@ def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.proof
 def test_float16(tmp_path: Path) -> None:
-    """Stated in docs/export.md: captions may differ. The tolerance is that of numbers near 1 in float16."""
+    """docs/export.md says that captions may differ. The tolerance is the rounding of numbers near 1 in float16."""
     bundle = make_captioner_bundle("expansionnet")
     differences = export_captioner(bundle, tmp_path / "out", ExportSettings(precision="float16"))
     assert differences is not None and 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
@@ -132,7 +132,7 @@ def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
 
 
 def test_the_comparison_sees_a_wrong_cache(exported: Export) -> None:
-    """Which gives other numbers from the second step on."""
+    """A cache of zeros gives other numbers from the second step on."""
     folder, _ = exported(QUICK)
     captioner = make_captioner_bundle(QUICK).captioner
     encoder = EncoderGraph(captioner)

@@ -51,7 +51,7 @@ def test_it_imports_only_its_three_packages() -> None:
 
 
 def test_it_captions_in_a_process_without_torch_and_raycap(exported: Export, tmp_path: Path) -> None:
-    """A copy of the package elsewhere, with the rest of raycap and torch blocked. One of two files is no image."""
+    """The package is copied elsewhere, and torch and the rest of raycap are blocked. One of two files is no image."""
     folder, _ = exported("expansionnet")
     shutil.copytree(ROOT / "raycap_onnx", tmp_path / "raycap_onnx")
     (image,) = make_images(1)

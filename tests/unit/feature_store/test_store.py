@@ -192,7 +192,7 @@ def test_regions_keep_lengths_and_boxes(tmp_path: Path) -> None:
 def test_a_damaged_shard_that_is_read_in_ranges_is_computed_again(
     s3: str, tmp_path: Path, size: int | None, is_open: bool
 ) -> None:
-    """The cache has no room. size: of the rest of the shard, in bytes; None: the shard is missing."""
+    """The cache has no room. size: bytes that are left of the shard, or None if the shard is missing."""
     folder, keys = StoragePath(f"s3://data/{tmp_path.name}", StorageOptions(s3)), ["a", "b"]
     features = np.ones((2, 3, 4), np.float16)
     write_shard(folder, keys, features)

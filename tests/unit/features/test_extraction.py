@@ -37,7 +37,7 @@ def not_watched() -> AbstractContextManager[Callable[[], object]]:
 
 
 def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another measurement would decide otherwise, as one on another machine may."""
+    """A second measurement, on another machine for example, could decide otherwise."""
     measured = [PrecisionTimes("this processor", float32=1.0, bfloat16=0.5)]
     place, original = storage_path(tmp_path), precision.decided_precision
 
@@ -88,7 +88,7 @@ def batch(number: int) -> dict[str, np.ndarray]:
 
 
 def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first write waits until the second computation has begun, which fails if one waits for the other."""
+    """The first write waits for the begin of the second computation. If that waited for the write, both would hang."""
     writer, begun, original = writer_of(tmp_path), threading.Semaphore(0), extraction.write_shard
     features = writer.features
 
@@ -110,7 +110,7 @@ def test_a_shard_is_written_while_the_next_one_is_computed(tmp_path: Path, monke
 
 
 def test_features_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float16 has no number above 65,504; the check is made on the device, for each image."""
+    """float16 has no number above 65,504. Each image is checked on the device."""
     writer, backbone = writer_of(tmp_path), Backbone(SWIN).eval()
 
     def large(images: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,9 @@ from tests.support.features import positions, write_bomb
 
 
 def make(tmp_path: Path) -> tuple[dict[int, Any], Path]:
-    """Ten images of 3 to 12 regions, one without boxes' partner features, one not finite; and its configuration."""
+    """Writes a file of ten images with 3 to 12 regions, and one without boxes whose features are not finite.
+
+    Returns the regions, and a configuration of these images and one that the file lacks."""
     rng = np.random.default_rng(0)
     regions = {n: (rng.normal(size=(n + 2, 7)).astype(np.float32), rng.random((n + 2, 4))) for n in range(1, 11)}
     with h5py.File(tmp_path / "regions.hdf5", "w") as file:
@@ -110,7 +112,7 @@ def test_a_model_that_arranges_regions_is_refused_without_boxes(
 
 
 def test_a_run_is_named_by_its_regions(tmp_path: Path) -> None:
-    """Another file, another maximum: another run; the same bytes elsewhere are the same one."""
+    """Another file or another maximum of regions makes another run. The same bytes elsewhere do not."""
     _, path = make(tmp_path)
     first = config_identity(load_config(path))
     (tmp_path / "elsewhere.hdf5").write_bytes((tmp_path / "regions.hdf5").read_bytes())
@@ -222,7 +224,7 @@ def test_gzip_changes_no_value(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_a_damaged_image_is_quarantined_and_the_others_are_imported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One flipped bit in a compressed chunk, the first image a group, and its link to nowhere."""
+    """One image has a flipped bit in a compressed chunk, and the first one is a group."""
     _, config = make(tmp_path)
     values = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     with h5py.File(tmp_path / "regions.hdf5", "a") as file:

@@ -80,7 +80,7 @@ def test_lines_say_captions_and_errors_and_the_exit_code_is_one(
 def test_names_of_files_cannot_control_the_terminal(
     bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither clear the screen nor forge a line; the JSON lines have the exact names."""
+    """They neither clear the screen nor forge a line. The JSON lines have the exact names."""
     names = ["a\x1b[2J\x1b]0;owned\x07.png", "forged.png: a caption\nc.png: text.png", "b\x9b2J\x7f\u202e.png"]
     (source,) = write_images(tmp_path / "source", 1)
     paths = [shutil.copyfile(source, tmp_path / name) for name in names[:2]]
@@ -157,7 +157,7 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
 def test_a_failure_of_the_storage_is_no_error_of_an_image(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
-    """It ends the command. The next call captions the remaining images, also those that the failure has met."""
+    """The failure ends the command. The next call captions the remaining images, including those that had failed."""
     names, out = write_images(tmp_path / "images", 4), tmp_path / "captions.jsonl"
     read_bytes, monkeypatched = StoragePath.read_bytes, monkeypatch.context()
 
@@ -252,7 +252,7 @@ def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
 
 
 def flush_twice() -> Callable[[Parts], None]:
-    """`Parts.flush`, from its third call on without effect, as after a kill."""
+    """`Parts.flush` that does nothing from its third call on, as after a kill."""
     flush, calls = Parts.flush, list[Parts]()
 
     def flush_or_not(parts: Parts) -> None:

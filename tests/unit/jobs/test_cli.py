@@ -60,7 +60,7 @@ def test_wrong_command_lines_are_named(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def complete(*words: str) -> list[str]:
-    """What bash is offered after these words of which the last one is incomplete. No command loads torch or Ray."""
+    """What bash offers after these words, of which the last one is incomplete. Neither torch nor Ray may be loaded."""
     code = (
         "import sys\nfrom raycap.jobs.cli import main\n"
         "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"

@@ -36,7 +36,7 @@ def test_an_address_that_ray_cannot_join_is_refused(address: str, monkeypatch: p
 
 
 def test_workers_ask_for_further_resources(tmp_path: Path) -> None:
-    """Before a stage, for Ray Train's workers, and for the tasks that take the place of workers."""
+    """This holds for Ray Train's workers, for the tasks that replace them, and for the wait before a stage."""
     others = {"accelerator_type:A100": 0.001, "memory": 2.4e10}
     config = parse_config(small_config(tmp_path, workers__resources=others, workers__num_workers=2))
     bundle = {"CPU": 1, "GPU": 0, **others}

@@ -1,12 +1,19 @@
-"""Where `raycap evaluate` writes its results."""
+"""Where `raycap evaluate` writes its results, and what its workers get."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+import yaml
+from ray import cloudpickle
 
-from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.evaluation.captioning.on_cluster import caption_on_cluster
 from raycap.pipeline.evaluation.reports.report import ResultsFolder
 from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
@@ -58,3 +65,21 @@ def test_a_local_folder_of_results_on_s3_is_removed_when_they_are_there(
         f"results      {folder.path}: they are not all in s3://nowhere/out; copy them, or remove this folder"
         in log_lines
     )
+
+
+def test_rays_workers_get_no_password_of_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKER", "https://me:secret-word@host")
+    tracked = tmp_path / "run.yaml"
+    tracked.write_text(yaml.safe_dump(small_config(tmp_path, tracking={"uri": "${TRACKER}"})))
+    config, sent = load_config(tracked), list[bytes]()
+
+    def stream(_: StallWatch, function: object, calls: list[Any], options: object) -> Iterator[Any]:
+        sent.extend(map(cloudpickle.dumps, calls))
+        return iter([])
+
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(StallWatch, "stream", stream)
+    caption_on_cluster([], {}, config)
+    assert len(sent) == 1 and not any(b"secret-word" in data for data in sent)
+    assert b"secret-word" in cloudpickle.dumps(config)
+    assert config.without_tracker().stored_values()["storage"] == config.stored_values()["storage"]

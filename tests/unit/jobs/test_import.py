@@ -34,7 +34,9 @@ def importing(tmp_path: Path, **options: Any) -> None:
 
 
 def changed(tmp_path: Path, **tensors: torch.Tensor | None) -> Path:
-    """The golden checkpoint with some tensors replaced, added or (None) left out; dots written as two underscores."""
+    """The golden checkpoint with changed tensors.
+
+    changes: tensors by name, with two underscores in place of each dot. None leaves a tensor out."""
     state = read_tensors(GOLDEN / "checkpoint.pth")
     for name, tensor in tensors.items():
         key = name.replace("__", ".")

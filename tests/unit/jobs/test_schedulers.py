@@ -27,7 +27,7 @@ def cutoffs_of(asha: Any) -> str:
 
 
 def test_asha_follows_its_rule(tmp_path: Path) -> None:
-    """At a rung (1, 2, 4 epochs; reduction 2) a trial ends when below the median of those before it."""
+    """At each rung (1, 2, 4 epochs) a trial ends if it is below the median of those before it (reduction 2)."""
     scheduler_section = {"name": "asha", "grace_epochs": 1, "reduction": 2}
     search = small_search(tmp_path, trial={"epochs": 8}, scheduler=scheduler_section)
     generator = random.Random(0)

@@ -11,9 +11,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from raycap.jobs.evaluate import EvaluatedModel, summarize_systems
-from raycap.jobs.run import command
-from raycap.jobs.seeds import group_id, group_place, seed_configs, summarize_runs
+from raycap.jobs.evaluate import EvaluatedModel, evaluate, summarize_systems
+from raycap.jobs.seeds import group_id, seed_configs, summarize_runs
 from raycap.jobs.submit import parse_arguments
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
@@ -44,8 +43,8 @@ def test_the_configurations_differ_only_in_the_seed(tmp_path: Path) -> None:
 def test_ensembles_need_seeds_and_submitted_commands_take_them(tmp_path: Path) -> None:
     config = ROOT / "raycap" / "configs" / "demo.yaml"
     with pytest.raises(UserError, match="--ensemble joins the models of several seeds; give --seeds"):
-        command(config, ensemble=True)
-    values = parse_arguments("run", [str(config), "--seeds", "3", "--ensemble"])
+        evaluate(config, ensemble=True)
+    values = parse_arguments("evaluate", [str(config), "--seeds", "3", "--ensemble"])
     assert (values["seeds"], values["ensemble"]) == (3, True)
     values = parse_arguments("evaluate", [str(config), "--seeds", "2", "--compare", "a", "--compare", "b"])
     assert (values["seeds"], list(values["compared"])) == (2, ["a", "b"])
@@ -75,30 +74,26 @@ def runs(folder: Path, ciders: Sequence[float]) -> tuple[list[RunConfig], list[R
 
 def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     configs, folders = runs(tmp_path, (0.8, 0.9))
-    ensemble = {"images": 3, "scores": {"CIDEr-D": 0.95}, "unavailable": {}}
-    summarize_runs(configs, folders, {"val": ensemble})
-    place = group_place(configs[0], folders)
-    assert place.path == tmp_path / "seeds" / group_id("demo", ["demo-0", "demo-1"])
+    summarize_runs(configs, folders)
+    place = storage_path(tmp_path / "seeds" / group_id("demo", ["demo-0", "demo-1"]))
     assert log_lines[-1] == f"\nseeds        {place}"
     assert log_lines[0].strip().splitlines() == [
         "CIDEr-D",
         "val, 3 images (2 seeds)  0.850 ± 0.071",
         "  lowest                         0.800",
         "  highest                        0.900",
-        "  ensemble of 2                  0.950",
         "",
         "validation CIDEr-D (PTB tokens)  xe_frozen 0.4250 ± 0.0354",
     ]
     written = json.loads((place / "scores.json").read_bytes())
     assert written["runs"] == {"seed 0": "demo-0", "seed 1": "demo-1"} and written["protocol"]["objective"] == "scst"
     monkeypatch.setattr(Run, "first_kept", 0)  # the first seed ended with cross entropy
-    summarize_runs(configs, folders, {"val": ensemble})
+    summarize_runs(configs, folders)
     assert json.loads((place / "scores.json").read_bytes())["protocol"]["objective"] is None
     assert written["splits"]["val"]["scores"]["CIDEr-D"]["values"] == [0.8, 0.9]
     assert written["validation_by_stage"]["xe_frozen"]["mean"] == pytest.approx(0.425)
-    assert written["ensemble"] == {"val": {"CIDEr-D": 0.95}}
     page = (place / "report.html").read_bytes().decode()
-    assert "0.850 ± 0.071" in page and "seed 1" in page and "ensemble of 2" in page
+    assert "0.850 ± 0.071" in page and "seed 1" in page
 
 
 def result(per_image: np.ndarray, images: Sequence[int]) -> SplitScores:

@@ -18,13 +18,9 @@ from tests.support.runs import write_config
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two bundles of one name in different folders, and the bundle of a run's folder, which is the third path."""
+    """Two bundles of one name in different folders, and one of another name."""
     folder = tmp_path_factory.mktemp("bundles")
-    paths = [str(make_bundle(folder / name / "best", seed)) for seed, name in enumerate("ab")]
-    make_bundle(folder / "models" / "demo-x" / "demo-x-0123", 2)
-    (folder / "runs" / "demo-x-0123").mkdir(parents=True)
-    (folder / "runs" / "demo-x-0123" / "run.json").write_text("{}")
-    return [*paths, str(folder / "runs" / "demo-x-0123")]
+    return [str(make_bundle(folder / name, seed)) for seed, name in enumerate(("a/best", "b/best", "demo-x-0123"))]
 
 
 @pytest.fixture
@@ -47,7 +43,7 @@ def test_three_models_side_by_side(
     assert compare_models(bundles, config, out=str(out)) == 0
     content: dict[str, Any] = json.loads((out / "compare.json").read_text())
     assert list(content["models"]) == ["best (1)", "best (2)", "demo-x-0123"]
-    assert content["models"]["demo-x-0123"].endswith("models/demo-x/demo-x-0123")
+    assert content["models"]["demo-x-0123"] == bundles[2]
     each = [json.loads((out / f"model-{n}" / "scores.json").read_text())["splits"]["test"] for n in (1, 2, 3)]
     scores = [np.array(list(entry["per_image_CIDEr-D"].values())) for entry in each]
     assert len({tuple(entry["per_image_CIDEr-D"]) for entry in each}) == 1

@@ -95,7 +95,7 @@ def test_each_kind_of_failure_is_named_and_training_resumes(
 def test_a_full_disk_ends_training_with_a_sentence(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another attempt would fill it again. Other errors of the disk may pass, so that they are followed by one."""
+    """Another attempt would fill the disk again. Other errors of the disk may pass, so that another attempt follows."""
 
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number), "state.pt")

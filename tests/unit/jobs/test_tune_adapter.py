@@ -57,7 +57,7 @@ def end(adapter: TuneAdapter, name: str) -> None:
 
 
 def test_a_search_asks_a_cluster_for_a_process_per_trial(tmp_path: Path) -> None:
-    """Whatever nodes there are; a trial gets its point with its process, not before."""
+    """It asks whatever nodes there are. A trial gets its point when its process starts, not before."""
     adapter = adapter_of(tmp_path, budget={"trials": 4})
     names = requests(adapter)
     assert len(names) == 4 and not adapter.log.records and adapter.num_waiting == 4
@@ -83,7 +83,7 @@ def test_a_lost_node(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_start_costs_a_trial(tmp_path: Path) -> None:
-    """So the search ends, and does not ask for ever."""
+    """So the search ends and does not ask for processes for ever."""
     adapter = adapter_of(tmp_path, budget={"trials": 2})
     for name in requests(adapter):
         adapter.on_error(name, str(ActorDiedError()))
@@ -195,7 +195,7 @@ def test_a_trial_that_cannot_reach_its_storage_resumes(
 
 
 def test_a_search_that_has_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
-    """Neither a trial that starts nor a validation."""
+    """It records neither a trial that starts nor a validation."""
     search = small_search(tmp_path)
     folder = SearchFolder(tmp_path / "search", storage_path(tmp_path / "home"))
     lease_file = storage_path(tmp_path / "home.lease.json")
@@ -226,7 +226,7 @@ def fail(adapter: TuneAdapter, name: str, number: int, reason: str = "RuntimeErr
 
 
 def test_a_broken_node_does_not_use_up_all_points(tmp_path: Path) -> None:
-    """Its slot is free first after each failure, so it gets the next trial."""
+    """The broken node gets the next trial after each failure, because it is the first to be free."""
     adapter = adapter_of(tmp_path, **POINTS)
     names = requests(adapter)
     for number, name in enumerate(names[:4]):

@@ -22,7 +22,7 @@ from tests.support.searches import small_search
 
 
 def pretend_training(run: RunFolder, stages: list[str]) -> None:
-    """Marks stages as done; the last norm's bias of each one's backbone is its number."""
+    """Marks stages as done. In the backbone of stage n, the last norm's bias is n."""
     tensors = load_file(run.path / "init" / "backbone.safetensors")
     for number, stage in enumerate(stages, 1):
         best = run.stage(stage) / "best-1"
@@ -48,7 +48,7 @@ def backbone_of(search: Search) -> tuple[Backbone, list[str]]:
 
 
 def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if every stage that trains it has ended; otherwise a stand-in is trained."""
+    """This needs the end of every stage that trains the backbone. Before, a stand-in is trained."""
     search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})
     run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]

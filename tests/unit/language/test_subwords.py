@@ -23,7 +23,7 @@ MODEL = Vocabulary.train_subwords(TRAINING, 600, 2)
 
 
 def plain_split(model: SubwordModel, word: str) -> list[str]:
-    """The pieces of a word by the definition: again and again, merge the pair that is first in the list of merges."""
+    """The pieces of a word by the definition: the pair that is first in the list is merged until there is none."""
     ranks = {pair: rank for rank, pair in reversed(list(enumerate(model.merges)))}
     pieces = list(word)
     while present := [ranks[pair] for pair in pairwise(pieces) if pair in ranks]:
@@ -39,7 +39,7 @@ def plain_split(model: SubwordModel, word: str) -> list[str]:
 
 
 def test_every_script_comes_back_without_unknown_pieces() -> None:
-    """Also scripts that the training captions do not have, in any normal form."""
+    """This includes scripts that the training captions do not have, in every normal form."""
     vocabulary = Vocabulary.train_subwords(["a red circle", "a blue circle"] * 5, 300, 2)
     for caption in ALL.values():
         for form in ("NFC", "NFD"):

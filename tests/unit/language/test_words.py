@@ -39,7 +39,7 @@ def vocabulary_of(caption: str, tokenizer: str) -> Vocabulary:
 @pytest.mark.parametrize("tokenizer", NEW)
 @pytest.mark.parametrize("script", ALL)
 def test_captions_of_every_script_come_back(script: str, tokenizer: str) -> None:
-    """In any normal form, without punctuation, and with every letter."""
+    """They come back in every normal form, with all letters and without punctuation."""
     caption = ALL[script]
     words = words_of(caption, tokenizer)
     assert words and not any(char.isspace() for word in words for char in word)

@@ -19,7 +19,7 @@ from tests.support.models import (
 @pytest.mark.proof
 @torch._dynamo.config.patch(recompile_limit=2)  # monkeypatch would delete it afterwards
 def test_every_block_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch compiles only few forms of a piece of code: here two."""
+    """torch compiles a limited number of forms of a piece of code, which is set to two here."""
     calls: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:

@@ -47,7 +47,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 def make(config: BackboneConfig, **changes: Any) -> Backbone:
-    """A backbone with random weights, also where timm starts with zeros, which would hide the blocks."""
+    """A backbone with random weights, even those that timm sets to zero, because zeros would hide the blocks."""
     torch.manual_seed(0)
     backbone = Backbone(replace(config, **changes)).eval()
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_tokens_come_row_by_row(family: str) -> None:
     assert tokens.shape == (1, backbone.num_tokens, backbone.width) and backbone.num_tokens == rows * columns > 1
     assert backbone.layout.num_prefix == WITH_PREFIX.get(family, 0)
     side = images.shape[-1] // rows
-    shift = side // 2 if family == "resnet" else 0  # whose padded convolutions look at the cell's upper left corner
+    shift = side // 2 if family == "resnet" else 0  # its padded convolutions look at the cell's upper left corner
     for cell in range(rows * columns):
         height, width = (
             slice(max(0, side * index - shift), side * (index + 1) - shift) for index in divmod(cell, columns)
@@ -133,7 +133,7 @@ def step(captioner: Captioner, images: Tensor) -> Tensor:
 
 
 def test_end_to_end_and_frozen_steps(family: str) -> None:
-    """End to end, each weight gets a gradient (data-parallel workers wait for all); buffers do not change."""
+    """End to end, each weight gets a gradient, for which data-parallel workers wait. Buffers stay equal."""
     backbone = make(FAMILIES[family])
     captioner, images = make_captioner(backbone).train(), images_for(backbone)
     buffers = {name: buffer.clone() for name, buffer in backbone.named_buffers()}

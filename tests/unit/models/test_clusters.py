@@ -90,7 +90,7 @@ def test_rows_step_by_step_are_the_matrix(stacking: str) -> None:
 @given(st.integers(1, 7), st.integers(1, 7), st.sampled_from([2, 3, 4]))
 @settings(max_examples=20, deadline=None)
 def test_sampling_down_and_up(rows: int, columns: int, rate: int) -> None:
-    """Means of the members that exist; each entry of the small matrix for all pairs of its groups' members."""
+    """Pooling takes the mean of the members that exist. Spreading copies an entry to all pairs of its members."""
     layout = Layout(rows, columns, rate)
     x = torch.randn(2, rows * columns, 3, dtype=FLOAT64)
     pooled, grid = layout.pool(x), x.view(2, rows, columns, 3)

@@ -202,7 +202,7 @@ def test_grids_that_are_no_square() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("clusters", ["2d", "1d", "none"])
 def test_regions_count_as_a_set_with_boxes(clusters: str) -> None:
-    """Another order of the regions gives the same states in that order; padding and dummies change nothing."""
+    """Regions in another order give the same states in that order. Padding and dummies change nothing."""
     model = small_clustformer(7, encoder_clusters=clusters, **REGIONS)
     features, boxes = features_for(2, 5), torch.rand(2, 5, 4)
     tokens = torch.randint(0, 11, (4, 6))

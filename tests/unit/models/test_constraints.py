@@ -1,4 +1,4 @@
-"""Constrained beam search: the machine against looking, the search against brute force over all captions."""
+"""Constrained beam search: its automaton and its captions, compared with brute force over all captions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONSTRAINTS = st.lists(st.lists(PHRASES, min_size=1, max_size=3), max_size=3)
 @given(CONSTRAINTS, st.lists(st.integers(0, 5), max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_the_machine_knows_what_a_caption_holds(constraints: Constraints, words: list[int]) -> None:
-    """Overlapping, repeated and nested alternatives with it."""
+    """Alternatives may overlap, be repeated, or be part of each other."""
     machine = build_automaton(constraints, 6)
     assert machine.num_satisfied[follow(machine, words)] == number_held(words, constraints)
     assert machine.num_required == len(constraints)
@@ -58,7 +58,8 @@ REQUIRED = st.one_of(st.none(), st.integers(1, 3))
 def test_a_beam_as_wide_as_the_tree_is_brute_force(
     seed: int, first: Constraints, second: Constraints, at_least: tuple[int | None, int | None], normalized: bool
 ) -> None:
-    """Two images with constraints of their own; where no caption can hold all required ones, those that hold most."""
+    """Two images have their own constraints. If no caption can hold all required ones, the search finds one that holds
+    most."""
     model = tiny(seed, vocabulary=4, positions=4)
     features = features_for(2)
     captions = every_caption(4, 4)
@@ -98,7 +99,7 @@ def systems() -> list[CaptionModel]:
 
 
 def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
-    """Images with one to three constraints leave the batch at different times, and are decoded as alone."""
+    """Images with one to three constraints leave the batch at different times. Each is decoded as if it were alone."""
     torch.manual_seed(0)
     features = features_for(4)
     wanted: list[Constraints] = [[[(7,)]], [[(8, 9), (10,)], [(11,)]], [[(12,)], [(13,)], [(14, 15, 16)]], []]

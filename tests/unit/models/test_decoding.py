@@ -50,7 +50,7 @@ from tests.support.models import (
 def test_cached_steps_are_the_teacher_forced_logits(
     seed: int, images: int, beams: int, mixers: dict[str, object], steps: int, padded: bool
 ) -> None:
-    """With beams that are chosen anew at each step, and images that leave half way."""
+    """Beams are chosen anew at each step, and images leave half way."""
     model = small_model(seed, **mixers)
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(images, 5, 7, dtype=torch.float64, generator=generator)
@@ -161,7 +161,7 @@ def test_samples_are_reproducible_and_do_not_depend_on_when_others_end() -> None
     first = draw(1)
     assert torch.equal(first.tokens, draw(1).tokens) and not torch.equal(first.tokens, draw(2).tokens)
     assert first.tokens.shape[:2] == (4, 3) and bool((first.tokens[:, :, 0] == SIZES.sos).all())
-    # the same draws read by the long way round: one uniform number a row and step
+    # the same draws in a longer form, with one uniform number for each row and step
     generator = torch.Generator().manual_seed(1)
     tokens = torch.zeros(12, 1, dtype=torch.int64)
     for _ in range(first.tokens.shape[-1] - 1):

@@ -90,7 +90,7 @@ def test_hand_written_gradients(masked: bool) -> None:
 @pytest.mark.parametrize("mixers", MIXERS)
 @pytest.mark.parametrize("expansion_dropout", ["reference", "factorized"])
 def test_training_reaches_every_parameter(mixers: dict[str, object], expansion_dropout: str) -> None:
-    """As DDP demands; and the state holds parameters only."""
+    """DDP demands it. The state has parameters only."""
     model = small_model(2, dropout=0.4, expansion_dropout=expansion_dropout, **mixers).train()
     names = {name for name, _ in model.named_parameters()}
     assert model.state_dict().keys() == names and not list(model.buffers())
@@ -122,7 +122,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def test_static_dropout_stands_where_the_reference_has_it() -> None:
-    """On M before ReLU, on the expanded vectors with their bias, on both streams, as in the reference."""
+    """The reference drops M before ReLU, the expanded vectors with their bias, and both streams."""
     layer = StaticExpansion(6, (3, 2), 0.4, False).double().train()
     layer.init_weights()
     layer.dropout = RecordedDropout()
@@ -142,7 +142,7 @@ def test_static_dropout_stands_where_the_reference_has_it() -> None:
 
 
 def test_dynamic_dropout_stands_where_the_reference_has_it() -> None:
-    """As the static one, but on the expanded vectors before their bias."""
+    """As for the static expansion, but the expanded vectors are dropped before their bias."""
     batch, length, vectors, width = 2, 4, 3, 6
     layer = DynamicExpansion(width, vectors, True, 0.4, False).double().train()
     layer.init_weights()
@@ -183,7 +183,7 @@ def test_dropout_is_exact_in_distribution() -> None:
 
 
 def test_initial_weights_are_the_references() -> None:
-    """Xavier uniform map by map, whatever is fused; LayerNorm 1 and 0."""
+    """Each map is Xavier uniform by itself, even if several are fused. LayerNorm starts with 1 and 0."""
     model = build_model(ExpansionNetConfig(d_model=64, d_ff=96, num_heads=4, static_expansion=(20, 30)), SIZES)
     assert isinstance(model, ExpansionNet)
     bound = (6 / (64 + 64)) ** 0.5

@@ -1,4 +1,4 @@
-"""A search that asks no questions, which a CUDA graph can capture, and the choice of what is replayed."""
+"""A search that never waits for values, so that a CUDA graph can capture it, and the choice of the graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def same(found: Captions, plain: Captions) -> None:
 
 
 def replayed(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
-    """What `captured` makes, without a GPU: a replay computes again from the same inputs into the same results."""
+    """Replaces `captured` where there is no GPU. A replay computes again from the same inputs into the same results."""
     beams = run()
 
     def replay() -> None:
@@ -63,7 +63,7 @@ def replayed(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
 
 @pytest.mark.parametrize("name", [*MODEL_CONFIGS, "mask_token"])
 def test_a_search_of_all_steps_never_waits_and_finds_the_same_captions(name: str) -> None:
-    """What waits cannot be captured: a read of a value, or a shape that depends on values."""
+    """An operation that waits cannot be captured. It reads a value, or makes a shape that depends on values."""
     model = model_of(name)
     for images, lengths in ((1, False), (7, True), (12, False)):
         has_padding = lengths and model.config.name != "clustformer"  # whose grids have none

@@ -154,7 +154,7 @@ def test_initial_weights_are_the_references() -> None:
 
 
 def test_the_size_that_was_published() -> None:
-    """38,439,424 with 28,160 frozen: 55 rows of positions, of which the padding's is not here."""
+    """The published model has 38,439,424 parameters. 28,160 of them are frozen positions, which ours does not store."""
     with torch.device("meta"):
         model = build_model(MeshedMemoryConfig(), ModelSizes(2048, 10_201, 54, sos=2, eos=3, pad=1))
     assert sum(parameter.numel() for parameter in model.parameters()) == 38_439_424 - 28_160

@@ -117,7 +117,7 @@ def test_the_length_penalty_is_equation_14() -> None:
 @given(st.integers(0, 10**6), WORD_RULES, st.sampled_from([True, False, 0.6]))
 @settings(max_examples=10, deadline=None)
 def test_a_beam_as_wide_as_the_tree_is_brute_force(seed: int, decoding: Decoding, normalization: bool | float) -> None:
-    """The best of all captions that the rules allow; an ensemble and the constrained search find the same."""
+    """It finds the best caption that the rules allow. So do an ensemble and the constrained search."""
     model, rules = tiny(seed, vocabulary=5), ScoreRules(decoding, 3, (4,), normalization)
     features = features_for(1)
     captions = captions_of(rules, 5, 5)
@@ -178,7 +178,7 @@ def test_groups_of_beams_follow_the_papers_rules(seed: int, sizes: tuple[int, in
 
 @pytest.mark.parametrize("name", [*MODEL_CONFIGS, "mask_token"])
 def test_every_system_keeps_the_rules_in_beams_constraints_and_samples(name: str) -> None:
-    """Images leave the batch at different times, and are decoded as alone."""
+    """Images leave the batch at different times. Each is decoded as if it were alone."""
     torch.manual_seed(1)
     small: dict[str, Any] = {"d_model": 8, "d_ff": 12, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2}
     if name == "mask_token":

@@ -51,7 +51,7 @@ def test_results_below_the_data_root_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_new_images_are_new_content_not_new_names(tmp_path: Path) -> None:
-    """Images in an archive, too, of which the listing has only the archive."""
+    """This includes images in an archive, although a listing shows only the archive."""
     root = tmp_path / "set"
     write(root, ["a.tar", "b.png"])
     uris = [f"tar:{512 * n}+9+{len(str(root)) + 6}:{root}/a.tar/{n}.jpg" for n in range(3)] + [f"{root}/b.png"]

@@ -79,7 +79,7 @@ def test_without_eos_the_end_does_not_count() -> None:
 
 
 def test_documents_may_be_captions() -> None:
-    """The meshed-memory recipe: a word that every image has but few captions is worth something."""
+    """As in the recipe of meshed memory. A word then counts if every image has it but only few captions do."""
     references = [[[1, 2], [3]], [[1, 4], [5]]]
     by_image, by_caption = (build_index(references, caption_documents=flag) for flag in (False, True))
     rows, lengths, image = torch.tensor([[1]]), torch.tensor([1]), torch.tensor([0])
@@ -100,7 +100,7 @@ def test_ground_truth_scores_high_and_its_end_counts() -> None:
 @pytest.mark.parametrize("language", ["en", "hi", "zh"])
 @pytest.mark.parametrize("eos", [False, True])
 def test_the_reward_of_subwords_is_of_the_metrics_words(language: str, eos: bool) -> None:
-    """Also for words that no reference has, and for repeated captions."""
+    """This includes words that no reference has, and repeated captions."""
     references = {index: scene_texts(5, index, language) for index in range(12)}
     texts = [caption for captions in references.values() for caption in captions]
     vocabulary = Vocabulary.train_subwords(texts, 400, 2)

@@ -55,7 +55,7 @@ def test_every_summand_is_its_metric(language: str, tokenizer: str) -> None:
     expected = torch.zeros(len(total), dtype=torch.float64)
     decoded = [case.vocabulary.decode(row) for row in case.tokens.tolist()]
     for row, (caption, index) in enumerate(zip(decoded, case.indices.tolist(), strict=True)):
-        # the last image gives the metric two images; it changes no value of the first one
+        # the metric needs two images, and the last one changes no value of the first one
         references = {"this": list(case.references.values())[index], "other": ["x"]}
         captions = {"this": caption, "other": "x"}
         scores = score_captions(references, captions, metrics=METRICS.values(), language=language).by_name

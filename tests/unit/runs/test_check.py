@@ -1,4 +1,4 @@
-"""`raycap check`: what makes a data set unfit is found, and what is only odd does not stop anybody."""
+"""`raycap check`: it finds what makes a data set unfit, and only warns of what is odd."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_the_metrics_that_a_configuration_names(tmp_path: Path) -> None:
 
 
 def test_stored_captions_are_those_of_the_same_bundle_and_images(tmp_path: Path, log_lines: list[str]) -> None:
-    """Only then does another attempt score them again."""
+    """Only captions of the same bundle and images are scored by another attempt."""
     folder, digests, images = (
         empty_run(tmp_path),
         {"model.safetensors": "a"},

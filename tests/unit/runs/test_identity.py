@@ -24,7 +24,7 @@ Marks = tuple[Identity | None, ...]
 
 
 def keys(value: Any, place: Place = (), marks: Marks = ()) -> Iterator[tuple[Place, Marks]]:
-    """Every key below a section that holds no section itself, with its mark after those of the sections around it."""
+    """The place of each key that is no section, and its marks: those of the sections around it, and its own."""
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
         for index, item in enumerate(value):
             yield from keys(item, (*place, index), marks)
@@ -36,7 +36,7 @@ def keys(value: Any, place: Place = (), marks: Marks = ()) -> Iterator[tuple[Pla
 
 
 def changed(config: RunConfig, place: Place, value: Any) -> RunConfig:
-    """A copy with another value at one place, which no validator looks at."""
+    """A copy with another value at one place. Validators are not called."""
     config = copy.deepcopy(config)
     node: Any = config
     for part in place[:-1]:

@@ -14,7 +14,8 @@ from raycap.pipeline.runtime.batcher import Batcher
 
 
 class Computed:
-    """Answers twice each job, and keeps the batches. `may_end`: computing waits for it. Job 13 fails."""
+    """Answers each job, a number, with its double, and records the batches. Job 13 fails. may_end: an event for which
+    computing waits."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

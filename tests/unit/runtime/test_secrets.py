@@ -62,7 +62,7 @@ def test_addresses_in_messages(text: str, shown: str) -> None:
 
 
 def test_values_of_variables_are_shown_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the configuration, and of the environment by their names; a path or a common word is no secret."""
+    """Values of the configuration and the environment are replaced by their names. Paths and common words are kept."""
     for name, value in (
         ("MLFLOW_TRACKING_TOKEN", "marked-token\n"),
         ("RAY_AUTH_TOKEN_PATH", str(tmp_path)),
@@ -117,6 +117,6 @@ def test_values_that_hold_secrets() -> None:
 
 @pytest.mark.parametrize("part", ["-eyJ", "://a:", "password=", ";a=", "${A}@"])
 def test_the_time_for_a_text_grows_with_its_length_alone(part: str) -> None:
-    """With its square, each of these lines of a megabyte would take hours."""
+    """If it grew with the square of the length, each of these lines of a megabyte would take hours."""
     text = part * (2**20 // len(part))
     assert len(without_secrets(text)) > 0 and holds_secret(text) in (True, False)

@@ -59,7 +59,7 @@ def test_the_first_signal_interrupts_and_a_second_one_ends_the_process(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_work_is_saved_first(fails: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its outcome does not matter: the signal has the last word."""
+    """Whatever the outcome of saving is, the process ends by the signal."""
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt), saving_first(lambda: done.append("asked")):
         signal.raise_signal(signal.SIGTERM)
@@ -80,7 +80,7 @@ def test_saving_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_handlers_are_restored_after_a_library_replaced_them() -> None:
-    """Also where Python does not see it, as in Ray's native code, which dumps the stack."""
+    """This includes handlers of native code, which Python does not see, such as Ray's, which dumps the stack."""
     ours, libc = signal.getsignal(signal.SIGTERM), ctypes.CDLL(None)
     with restoring_handlers():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -218,11 +218,9 @@ def test_score_computes_bert_score(folder: Path) -> None:
         assert scores.by_name[name].per_image == pytest.approx(expected, abs=1e-6)
     digests = r"[0-9a-f]{10}-[0-9a-f]{10}-[0-9a-f]{10}"
     assert re.search(rf"\|bert:{digests}-L1-no-idf\|raycap:", scores.signature)
-    (folder / "baseline.tsv").write_text("LAYER,P,R,F\n0,0.1,0.1,0.1\n1,0.3,0.4,0.35\n2,0.5,0.6,0.55\n")
-    change_inputs(folder, baseline=str(folder / "baseline.tsv"), idf=True)
-    rescaled = run_score(folder, BERT_NAMES, language="de")
-    baseline = np.array([[0.3], [0.4], [0.35]])
-    expected = (np.array(EXPECTED["scores"]["roberta, layer 1, idf, all"]) - baseline) / (1 - baseline)
+    change_inputs(folder, idf=True)
+    weighted = run_score(folder, BERT_NAMES, language="de")
+    expected = EXPECTED["scores"]["roberta, layer 1, idf, all"]
     for name, row in zip(BERT_NAMES, (2, 0, 1), strict=True):
-        assert rescaled.by_name[name].per_image == pytest.approx(expected[row].tolist(), abs=3e-6)
-    assert re.search(rf"\|bert:{digests}-L1-idf-rescaled-[0-9a-f]{{10}}\|raycap:", rescaled.signature)
+        assert weighted.by_name[name].per_image == pytest.approx(expected[row], abs=3e-6)
+    assert re.search(rf"\|bert:{digests}-L1-idf\|raycap:", weighted.signature)

@@ -123,7 +123,7 @@ def test_errors_are_one_sentence(tmp_path: Path, changes: dict[str, Any], expect
 
 
 def test_combinations_that_the_model_refuses_are_found_before_anything_starts(tmp_path: Path) -> None:
-    """Each choice is valid with the first ones; d_model 12 with 8 heads is not."""
+    """Each choice is valid beside the first ones of the other keys. Only d_model 12 with 8 heads is not."""
     with pytest.raises(UserError, match=r"d_model 12, num_heads 8 is refused: .*12 does not divide"):
         small_search(tmp_path, space={"model.d_model": [16, 12], "model.num_heads": [2, 8]})
 

@@ -37,8 +37,9 @@ CHOICES: dict[str, Any] = {
 
 
 def known_optimum(changes: dict[str, Any], seed: int) -> TrialOutcome:
-    """Cost grows with G, the score with log2(G); N_E = 4 and a rate of 0.003 are best, so the front is the five groups
-    with these two."""
+    """Cost grows with G, and the score with log2(G). N_E = 4 and a rate of 0.003 are best.
+
+    Therefore the front has the five choices of G with these two."""
     groups = sum(changes[G])
     score = float(np.log2(groups)) - abs(np.log2(changes[N_E] / 4)) - 1000 * abs(changes[LR] - 0.003)
     return finished(score, float(groups))
@@ -50,7 +51,7 @@ def front_of(log: TrialLog) -> set[str]:
 
 @pytest.mark.parametrize("algorithm", ["nsga2", "tpe"])
 def test_optuna_finds_the_known_front(tmp_path: Path, algorithm: str) -> None:
-    """60 of 100 points; a random sample contains all five of the front with probability 1/13."""
+    """It tries 60 of 100 points. A random sample would contain all five of the front with probability 1/13."""
     expected = {f"G {2**k}, N_E 4, xe_frozen lr 0.003" for k in range(2, 7)}
     search = small_search(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 60}, population=8)
     log = open_log(search, tmp_path / "search")
@@ -107,7 +108,7 @@ def test_seeds_of_a_point_are_averaged(tmp_path: Path) -> None:
 
 
 def noisy_scores(changes: dict[str, Any], seed: int) -> TrialOutcome:
-    """On validation more groups are better, on the test split fewer; seeds differ by 0.1 on both. One seed fails."""
+    """More groups are better on validation, and worse on test. Seeds differ by 0.1 on both, and one seed fails."""
     size, noise = float(sum(changes[G])), 0.1 * seed
     if changes == {G: [4], N_E: 4} and seed == 2:
         return TrialOutcome("failed", "diverged")

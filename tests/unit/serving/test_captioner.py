@@ -108,20 +108,22 @@ def test_the_champion_is_loaded_and_checked(bundle: Path, names: list[str], tmp_
     loaded = raycap.load("champion:demo", storage=tmp_path, device="cpu")
     assert loaded.caption(names) == raycap.load(champion, device="cpu").caption(names)
     assert loaded.model.digest == record.files["model.safetensors"][:16] and loaded.model.bundle == "small"
-    (champion / "card.md").write_text("another")
+    (champion / "preprocessing.json").write_text("another")
     with pytest.raises(OSError, match="is missing or has changed"):
         raycap.load("champion:demo", storage=tmp_path)
 
 
 def test_an_explanation_is_that_of_the_service(captioner: raycap.Captioner, bundle: Path, names: list[str]) -> None:
     service = CaptionService(load_bundle(bundle), device="cpu")
-    pixels = service.pixels(names[0])
-    explanation = captioner.explain(names[0], caption="a red cat")
+    explanation, of_service = (
+        captioner.explain(names[0], caption="a red cat"),
+        service.explain(service.pixels(names[0]), "a red cat"),
+    )
     assert explanation.words == ("a", "red", "cat") and explanation.grid == (4, 4)
-    np.testing.assert_allclose(explanation.attention, service.attention(pixels, "a red cat").numpy(), atol=1e-6)
+    np.testing.assert_allclose(explanation.attention, of_service.attention, atol=1e-6)
     assert explanation.attribution is not None and explanation.steps >= 32
-    shares = service.attribution(pixels, "a red cat").shares().numpy()
-    np.testing.assert_allclose(explanation.attribution, shares, atol=1e-6)
+    np.testing.assert_allclose(explanation.attribution, of_service.attribution, atol=1e-6)
+    np.testing.assert_allclose(np.abs(explanation.attribution.sum(1)), 1, rtol=1e-4)
     quick = captioner.explain(names[0], attribution=False, head=1)
     assert quick.attribution is None and quick.caption == captioner.caption(names[:1])[0].caption
     np.testing.assert_allclose(quick.attention.sum(1), 1, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The sizes of caches: a share of the disk that is there, whatever else is on it."""
+"""The sizes of caches follow from the size of the disk, whatever else is on it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_a_conditional_write_is_refused_after_another_write(folder: StoragePath)
 
 
 def test_a_missing_bucket_is_not_a_conflict(url: str) -> None:
-    """With a conflict, `take_lease` would try again without end."""
+    """If it were reported as a conflict, `take_lease` would try again without end."""
     where = StoragePath("s3://absent/lease.json", StorageOptions(url))
     for tag in (None, "0" * 32):
         with pytest.raises(FileNotFoundError if tag is None else ConflictError):
@@ -138,7 +138,7 @@ def test_a_lease_is_renewed_in_the_background(folder: StoragePath) -> None:
 def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
     folder: StoragePath, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a renewal it expires by the waiting process's own clock, even if the holder's clock is years ahead."""
+    """It expires by the clock of the waiting process, even if the clock of the killed holder is years ahead."""
     caplog.set_level("INFO")
     where = folder / "lease.json"
     first = taken(where, 4)
@@ -152,7 +152,7 @@ def test_the_lease_of_a_killed_holder_is_taken_when_it_expires(
 def test_a_process_with_a_shorter_lease_waits_for_the_renewal_of_a_longer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The holder's clock is so far behind that its lease seems to have expired. It renews it every 10 s."""
+    """The clock of the holder is so far behind that its lease seems to have expired. It renews the lease every 10 s."""
     where, slept = storage_path(tmp_path / "lease.json"), 0.0
     record = {"token": 5, "nonce": "n", "holder": "h", "until": 1.0, "seconds": 30}
     where.write_bytes(json.dumps(record).encode())

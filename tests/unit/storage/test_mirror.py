@@ -48,7 +48,7 @@ def test_hidden_objects_and_marks_of_folders_are_left_out(copy: Mirror) -> None:
 def test_a_checkpoint_that_is_replaced_meanwhile_gives_the_next_one(
     copy: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer removes the marker first. The other files are fetched once."""
+    """The writer of a checkpoint removes its marker first. The other files are fetched once."""
     fetched, download = list[str](), StoragePath.download
 
     def checkpoint(number: int) -> StoragePath:

@@ -25,9 +25,9 @@ OUTAGE_S = 300.0
 
 
 class Server:
-    """Answers each request in place of the network: with `respond`, whose values are a status and an error code.
+    """Answers each request in place of the network. respond: gives the status and the error code of an answer.
 
-    `seconds` is the clock: pauses between requests pass at once.
+    seconds: the clock, which pauses between requests set forward at once.
     """
 
     def __init__(self) -> None:

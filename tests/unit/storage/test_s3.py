@@ -29,7 +29,7 @@ def refusal(status: int, code: str = "") -> ClientError:
 
 
 class Client:
-    """Gives the prepared answers one after another; an exception is raised."""
+    """Gives the prepared answers one after another. An answer that is an exception is raised."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""Where a tracker that is a database, not a server, has its files, and when they are lost with a machine."""
+"""Where MLflow's files are if the tracker is a database, and when they are lost with a machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_artifacts_lie_beside_the_database(
 def test_artifacts_of_a_database_go_to_s3_with_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: str
 ) -> None:
-    """With the endpoint of the storage, whatever the environment names."""
+    """The endpoint is that of the storage, whatever the environment names."""
     monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setattr("mlflow.MlflowClient", lambda uri: uri)
     uri = "postgresql://user:secret@localhost/tracker"

@@ -67,7 +67,7 @@ def test_a_batch_moves_as_a_whole() -> None:
 
 
 def test_caption_tokens_equal_the_plain_form() -> None:
-    """Random captions, of which those of some images are left out."""
+    """Captions are random, and those of some images are left out."""
     rng = np.random.default_rng(0)
     for size in (1, 2, 7, 60):
         for _ in range(3):

@@ -31,7 +31,7 @@ def frozen(captioner: Captioner, *patterns: str) -> set[str]:
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """Whether * and ? of a pattern can be filled so that it gives a name, or a module that contains it."""
+    """True if * and ? of a pattern can be filled so that it becomes the name, or the name of a module around it."""
     if not pattern:
         return name == "" or name.startswith(".")
     if pattern[0] == "*":
@@ -76,7 +76,7 @@ def test_patterns_that_do_not_fit_are_refused_before_anything_starts(
 
 
 def test_a_frozen_part_of_the_backbone_stays_as_it_is(tmp_path: Path) -> None:
-    """With activations that are computed again: the other parameters get the gradients that they get without it."""
+    """Activations are computed again. The other parameters get the same gradients as if nothing were frozen."""
     frozen_part = "backbone.swin.layers.0"
     gradients: list[dict[str, Any]] = []
     for number, patterns in enumerate(([], [frozen_part, "backbone.swin.patch_embed"])):

@@ -85,7 +85,7 @@ def test_the_named_settings_of_the_scst_loss() -> None:
 @given(st.integers(1, 5), st.integers(2, 7), st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_leave_one_out_is_the_centered_reward_times_a_constant(images: int, count: int, seed: int) -> None:
-    """n / (n - 1) x (reward - mean of all); a division by the deviation keeps this."""
+    """It is n / (n - 1) x (reward - mean of all rewards). Division by the deviation keeps this."""
     rewards = torch.rand(images, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     rewards[0] = rewards[0, 0]  # all equal
     by_baseline = {}
@@ -104,7 +104,7 @@ def test_leave_one_out_is_the_centered_reward_times_a_constant(images: int, coun
 
 
 def test_the_divergence_is_that_of_the_definition() -> None:
-    """Against torch's, over positions up to the caption's end, and in float32 for bfloat16 logits."""
+    """Compared with torch's, over positions up to the caption's end. Logits in bfloat16 are converted to float32."""
     logits, others = torch.randn(2, 3, 4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind(0)
     tokens = torch.tensor([[1, 4, 2, 0, 0], [1, 4, 5, 6, 3], [1, 2, 0, 0, 0]])
     found = caption_divergences(logits, others, tokens, 0)

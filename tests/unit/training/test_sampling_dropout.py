@@ -134,7 +134,7 @@ class SlowMasks:
 
 
 class SlowPrefixMasks(SlowMasks):
-    """Those of a decoder that computes the tokens so far and a mask token in every step."""
+    """The masks of a decoder that computes all tokens so far and a mask token in every step."""
 
     def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:
         mask, size = self._next(), len(self.sources[0]) + 1
@@ -237,7 +237,7 @@ def test_the_gradient_is_that_of_sampling_with_the_graph(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_gradient_passes_through_stochastic_depth(checkpointing: bool, recorded: list[CaptionMasks]) -> None:
-    """End to end: the backbone runs once, also where its activations are computed again for the gradient."""
+    """The stage is end to end. The backbone runs once, even if its activations are computed again for the gradient."""
     captioner = make_captioner(SYSTEMS["expansionnet_v2"], SWIN)
     assert captioner.backbone is not None
     captioner.backbone.set_gradient_checkpointing(checkpointing)

@@ -72,7 +72,9 @@ def test_a_bomb_ends_the_reader_and_not_this_process(tmp_path: Path, monkeypatch
 
 
 def with_footer(data: bytes, changes: dict[int, int]) -> bytes:
-    """A Parquet file with other numbers in its footer, in the zigzag varints of the same length. changes: old: new."""
+    """A Parquet file with other numbers in its footer. They are zigzag varints of the same length.
+
+    changes: {old number: new number}."""
     start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     footer = data[start:-8]
     for old, new in changes.items():

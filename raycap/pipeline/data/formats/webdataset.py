@@ -31,7 +31,7 @@ class TarMember(NamedTuple):
 
 
 class _Headers:
-    """An archive of which tarfile reads the headers. Limits their size, which a header may state as any number."""
+    """An archive of which tarfile reads the headers. A larger read than MAX_HEADER_BYTES is refused."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell = file, file.seek, file.tell
@@ -123,7 +123,7 @@ def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
 
 
 def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
-    """Adds the images of an archive. Captions are the lines of the text file; else the JSON file has a table's keys."""
+    """Adds the images of an archive. Captions are the lines of the text file, or without one those in the JSON file."""
     if not samples:
         raise UserError(f"annotation file {source.annotations} contains no image; give a tar of images and captions")
     for sample in samples:

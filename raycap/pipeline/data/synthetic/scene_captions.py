@@ -66,11 +66,6 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
     return None
 
 
-def shape_names(language: str) -> Forms:
-    """The forms of each shape, by its English name, in captions of a language of `GRAMMARS`."""
-    return GRAMMARS[language].shapes
-
-
 @cache
 def _names_of_forms(language: str) -> dict[str, tuple[str, str]]:
     """("color" or "shape", English name) by form, the longest form first."""

@@ -4,15 +4,14 @@ model.safetensors    tensors under "model." and "backbone."
 config.yaml          format, name, model, backbone (or null), sizes, protocol, info
 vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
-card.md              a summary for people
 confidence.json      the confidence in captions (`pipeline.evaluation.confidence`), if it was fitted
 digests.json         the SHA-256 of each file above, so that a damaged file is found when the bundle is loaded
 
 A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
 and its sizes are compared with those of its tensors before memory is used.
 
-A worker reads the bundle from the storage, or gets the contents of its files, because a path on the driver's disk
-cannot be used on a node that does not share this disk (`bundle_source`).
+A worker reads the bundle from the storage. If the bundle is only on the driver's disk, which other nodes cannot read,
+the worker gets the contents of its files through Ray (`bundle_source`).
 """
 
 from __future__ import annotations
@@ -67,24 +66,23 @@ FORMAT = 2
 CONTENT_FILES = ("model.safetensors", "vocabulary.json")
 REQUIRED_FILES = ("config.yaml", *CONTENT_FILES)
 CONFIDENCE = "confidence.json"
-DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", "card.md", CONFIDENCE)
+DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", CONFIDENCE)
 BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS)
 MAX_BYTES = 2**16  # of digests.json and confidence.json
-MAX_CONFIG_BYTES = 2**20  # of config.yaml, preprocessing.json and card.md
+MAX_CONFIG_BYTES = 2**20  # of config.yaml and preprocessing.json
 # The limits with which the files are read. The weights are limited by the machine.
 FILE_LIMITS = {
-    **dict.fromkeys(("config.yaml", "preprocessing.json", "card.md"), MAX_CONFIG_BYTES),
+    **dict.fromkeys(("config.yaml", "preprocessing.json"), MAX_CONFIG_BYTES),
     "vocabulary.json": MAX_VOCABULARY_BYTES,
     **dict.fromkeys((DIGESTS, CONFIDENCE), MAX_BYTES),
 }
-# Limits for what takes time or memory without a tensor of this size in model.safetensors.
+# Limits of sizes that cost time or memory and that no tensor in model.safetensors bounds.
 MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
 MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_REGIONS = 1000
 MAX_MODELS = 1000  # of the ensemble that a protocol names
-TABLE_HEAD = "\n| | |\n|---|---|\n"  # of card.md
 MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
@@ -129,9 +127,8 @@ def save_bundle(
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
-    protocol: how it was trained, and with which search it is scored. info: JSON values such as scores, run
-    id and versions, for config.yaml and the card.
-    Raises ValueError if the model needs a vocabulary of another size.
+    protocol: says how the model was trained, and by which search it is scored. info: JSON values for config.yaml, such
+    as scores, run id and versions. Raises ValueError if the model needs a vocabulary of another size.
     """
     from safetensors.torch import save_file
 
@@ -158,7 +155,6 @@ def save_bundle(
         vocabulary.save(temporary / "vocabulary.json")
         transform = None if backbone is None else asdict(backbone.transform)
         (temporary / "preprocessing.json").write_text(json.dumps(transform, indent=2), encoding="utf-8")
-        (temporary / "card.md").write_text(_card(name, captioner) + _table(info), encoding="utf-8")
         seal(temporary)
 
 
@@ -234,7 +230,7 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
 def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
     """Adds the results of an evaluation to a bundle, whose local folder is replaced as a whole.
 
-    confidence: takes the place of that of the same search; None for none. info: further values of the bundle's info.
+    confidence: replaces the one of the same search; None changes nothing. info: is added to the bundle's info.
     Raises UserError for a damaged bundle, and for one with links or special files: a copy of a stranger's bundle must
     not read or write what they lead to.
     """
@@ -255,8 +251,6 @@ def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapp
         if info:
             config["info"] |= info
             (temporary / "config.yaml").write_text(_yaml(config), encoding="utf-8")
-            head = (folder / "card.md").read_text(encoding="utf-8").partition(TABLE_HEAD)[0]
-            (temporary / "card.md").write_text(head + _table(config["info"]), encoding="utf-8")
         seal(temporary)
     if bundle.is_remote:
         Mirror(bundle, folder).push()
@@ -350,7 +344,7 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
-    """Raises UserError if one of the files to fetch is larger than its limit, or all are larger than the free disk."""
+    """Raises UserError if one of the files to fetch is larger than its limit, or their sum than the free disk."""
     for name, entry in files.items():
         size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
         if size > limit:
@@ -415,28 +409,6 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
 def _yaml(config: Mapping[str, object]) -> str:
     """The text of config.yaml. YAML's safe dumper accepts no tuples, which JSON turns into lists."""
     return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
-
-
-def _table(info: Mapping[str, object]) -> str:
-    """The info of a bundle as the table of card.md."""
-    return TABLE_HEAD + "".join(f"| {key} | {value} |\n" for key, value in info.items()) if info else ""
-
-
-def _card(name: str, captioner: Captioner) -> str:
-    """The text of card.md before its table."""
-    model, backbone, sizes = captioner.model, captioner.backbone, captioner.model.sizes
-    count = sum(parameter.numel() for parameter in model.parameters())
-    inputs = f"It has no backbone: it captions stored features of width {sizes.feature_width}, not images."
-    if backbone is not None:
-        inputs = (
-            f"It captions images through {backbone.config.name} at {backbone.config.image_size} px "
-            f"({backbone.num_tokens} tokens of width {backbone.width}, "
-            f"{backbone.macs() / 1e9:.3g} billion multiply-accumulates per image)."
-        )
-    return (
-        f"# {name}\n\nA raycap model bundle: {model.config.name}, {count:,} parameters without the backbone, "
-        f"{sizes.vocabulary_size:,} words, captions up to {sizes.max_positions} tokens.\n\n{inputs}\n"
-    )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class ImageConstraints(NamedTuple):
-    """The constraints of an image, each as its alternatives. A caption must satisfy `at_least` of them; None: all."""
+    """The constraints of an image. Each is a tuple of alternatives, of which a caption must contain one.
+
+    at_least: the number of constraints that a caption must satisfy; None if it must satisfy all.
+    """
 
     constraints: tuple[tuple[str, ...], ...]
     at_least: int | None = None

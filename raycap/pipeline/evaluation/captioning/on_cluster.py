@@ -27,7 +27,6 @@ from raycap.pipeline.storage.path import StoragePath
 if TYPE_CHECKING:
     from raycap.models.decoding.constraints import ConstraintAutomaton
     from raycap.pipeline.evaluation.captioning.bundle import Bundle
-    from raycap.pipeline.features.model_inputs import Images
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class TaskModel(NamedTuple):
 
 
 class Captioned(NamedTuple):
-    """The captions of each split by image id. seconds: that the workers took together, without loading models."""
+    """The captions of each split by image id. seconds: the sum of the workers' times, without loading models."""
 
     splits: dict[str, dict[int, ImageCaption]]
     seconds: float
@@ -106,54 +105,40 @@ def _caption_shard(
     Yields (split, captions by image id, seconds that they took).
     """
     from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
+    from raycap.pipeline.features.model_inputs import Images
+    from raycap.pipeline.runtime.context import LocalContext
 
-    captioner = TaskCaptioner(models, config)
-    search = CaptionSearch(config.evaluation, captioner.vocabulary, with_values, True, with_values)
-    context = captioner.context
-    context.world_rank, context.world_size = rank, config.workers.num_workers
+    workers = config.workers
+    context = LocalContext(device_for(workers.gpus_per_worker))
+    context.world_rank, context.world_size = rank, workers.num_workers
+    prepare_processor(workers.threads_per_worker)
+    bundles = _load(models)
+    captioners = [bundle.captioner.to(context.device) for bundle in bundles]
+    sources = [
+        bundle.transform if model.store is None else open_store(model.store, config.features)
+        for model, bundle in zip(models, bundles, strict=True)
+    ]
+    reading: Values = {
+        "max_pixels": config.data.max_pixels,
+        "threads": workers.threads_per_worker,
+        "options": config.storage.options,
+    }
+    search = CaptionSearch(config.evaluation, bundles[0].vocabulary, with_values, skip_unreadable=True)
     for name, (images, constraints) in splits.items():
-        inputs = captioner.inputs(images)
+        inputs = [Images(images, source, **reading) for source in sources if source is not None]
         begin = time.monotonic()
-        for hypotheses, unreadable in caption_batches(captioner.models, inputs, search, context, constraints):
+        for hypotheses, unreadable in caption_batches(captioners, inputs, search, context, constraints):
             captions = {image: ImageCaption(tuple(ranked)) for image, ranked in hypotheses.items()}
             captions |= {image: ImageCaption(error=reason) for image, reason in unreadable.items()}
             yield name, captions, time.monotonic() - begin
             begin = time.monotonic()
 
 
-class TaskCaptioner:
-    """The models of a task in its process, with what their inputs are read from."""
-
-    def __init__(self, models: Sequence[TaskModel], config: RunConfig) -> None:
-        """Raises UserError for models of different vocabularies."""
-        from raycap.pipeline.runtime.context import LocalContext
-
-        workers = config.workers
-        self.context = LocalContext(device_for(workers.gpus_per_worker))
-        prepare_processor(workers.threads_per_worker)
-        self.bundles = [model.load() for model in models]
-        self.vocabulary = self.bundles[0].vocabulary
-        if any(bundle.vocabulary != self.vocabulary for bundle in self.bundles):
-            raise UserError(
-                "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
-            )
-        for bundle in self.bundles:
-            bundle.captioner.to(self.context.device)
-        self.models = [bundle.captioner for bundle in self.bundles]
-        self.stores = [None if model.store is None else open_store(model.store, config.features) for model in models]
-        self.reading: Values = {
-            "max_pixels": config.data.max_pixels,
-            "threads": workers.threads_per_worker,
-            "options": config.storage.options,
-        }
-
-    def inputs(self, images: Dataset) -> list[Images]:
-        """Each model's inputs of these images."""
-        from raycap.pipeline.features.model_inputs import Images
-
-        inputs = []
-        for store, bundle in zip(self.stores, self.bundles, strict=True):
-            source = bundle.transform if store is None else store
-            assert source is not None
-            inputs.append(Images(images, source, **self.reading))
-        return inputs
+def _load(models: Sequence[TaskModel]) -> list[Bundle]:
+    """The bundles of a model or an ensemble. Raises UserError for bundles of different vocabularies."""
+    bundles = [model.load() for model in models]
+    if any(bundle.vocabulary != bundles[0].vocabulary for bundle in bundles):
+        raise UserError(
+            "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
+        )
+    return bundles

@@ -79,7 +79,7 @@ def caption_stream(
     encoded = np.array([name.encode(errors="surrogatepass") for name in names], object)
     parts = np.array_split(encoded, math.ceil(len(names) / BLOCK_SIZE))
     blocks = [pa.table({"name": pa.array(part, pa.binary())}) for part in parts]
-    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` runs a task for each block
+    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` would run a task for each block
         _decode,
         fn_kwargs={"transform": transform},
         batch_size=None,
@@ -96,13 +96,6 @@ def caption_stream(
     with one_sentence("captioning"):
         for row in captioned.iter_rows():
             yield _text(row["name"]), json.loads(row["found"])
-
-
-def fastest_precision(model: ModelSource, search: Values, gpus: float | None) -> str:
-    """The precision that `auto` means for a model in this process. gpus: of the process; None for any that it sees."""
-    prepare_processor()
-    device = None if gpus is None else device_for(gpus).type
-    return CaptionService(model.load(), device=device, **search).precision
 
 
 def _text(name: bytes) -> str:
@@ -123,7 +116,7 @@ def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
             return str(error)
         return ""
 
-    # Requests spend most of their time waiting; local files are decoded one after the other.
+    # Several threads help only with files on S3, because requests mostly wait.
     with ThreadPoolExecutor(8 if any(map(is_remote, names)) else 1) as pool:
         reasons = list(pool.map(decode, range(len(pixels))))
     return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}

@@ -1,10 +1,10 @@
 """Captions many images with one model or an ensemble. Each worker runs a batched search over its share.
 
 Two measures of a best caption take one teacher-forced pass each. The alignment is the normalized fine-grained score of
-Ada-ClustFormer's paper (section 4.1): the share of words that agree with an image token, where each is the nearest of
-the other. The energy of a token is minus the log-sum-exp of its logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with
-temperature 1). It is higher on images unlike those of the training. Log-probabilities do not contain it, because
-softmax removes the common level of the logits.
+Ada-ClustFormer's paper (section 4.1). A word and an image token agree if each is the nearest of the other, and the
+alignment is the share of words that agree with an image token. The energy of a token is minus the log-sum-exp of its
+logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with temperature 1). It is higher on images unlike those of the
+training. Log-probabilities do not contain it, because softmax removes the common level of the logits.
 
 Shapes: B images, N image tokens, T caption tokens with SOS, D width, V vocabulary.
 """
@@ -56,18 +56,16 @@ Hypotheses = dict[int, list[RankedCaption]]  # by image id, best first
 class CaptionSearch:
     """The settings of a search for captions.
 
-    with_alignment: compute the alignment of each best caption, which takes one more decoder pass per batch.
-    skip_unreadable: report images that cannot be read, instead of raising BadImage or OSError at the first. A request
-        that the storage refuses or does not answer is raised in any case, because the image is not at fault.
-    with_signals: compute the signals of each best caption, which takes one more decoder pass over its first tokens.
-        Ensembles and captions with constraints have none.
+    with_values: compute the alignment and the signals of each best caption. This takes one decoder pass per batch, and
+        another one over the first tokens. Ensembles have neither, and captions with constraints have no signals.
+    skip_unreadable: report images that cannot be read. Without it, the first of them raises BadImage or OSError.
+        Requests that the storage refuses or does not answer always raise, because the image is not at fault.
     """
 
     settings: EvaluationSection
     vocabulary: Vocabulary
-    with_alignment: bool = False
+    with_values: bool = True
     skip_unreadable: bool = False
-    with_signals: bool = True
 
 
 def caption_images(
@@ -86,7 +84,7 @@ def caption_images(
     was_training = captioner.training
     shard_size = len(_shard(images, context))
     best: dict[int, RankedCaption] = {}
-    search = CaptionSearch(settings, vocabulary, with_signals=False)
+    search = CaptionSearch(settings, vocabulary, with_values=False)
     for hypotheses, _ in caption_batches([captioner], [images], search, context):
         best |= {image: ranked[0] for image, ranked in hypotheses.items()}
         report(len(best) / shard_size)
@@ -152,7 +150,7 @@ def _shard(images: Images, context: Context) -> np.ndarray:
     return np.arange(len(images))[context.world_rank :: context.world_size]
 
 
-@torch.no_grad()  # In inference mode, autocast would convert each weight again at every use.
+@torch.no_grad()  # in inference mode, autocast would convert each weight again at every use
 def _caption_batch(
     models: Sequence[Captioner],
     inputs: Sequence[Images],
@@ -170,11 +168,11 @@ def _caption_batch(
         memories = [model.encode(on_device(each.load(rows), device, transform=each.transform)) for model, each in pairs]
         automata = [constraints.get(image) for image in image_ids]
         captions, satisfied = _search(models, memories, search, image_ids, automata, graphs)
-        if search.with_alignment and len(models) == 1:
-            alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
         signals: list[tuple[float, ...]] = [()] * len(rows)
-        if search.with_signals and len(models) == 1 and not constraints:
-            signals = best_signals(models[0].model, memories[0], captions)
+        if search.with_values and len(models) == 1:
+            alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
+            if not constraints:
+                signals = best_signals(models[0].model, memories[0], captions)
     log_probs = captions.log_probs.sum(-1)
     hypotheses: Hypotheses = {image: [] for image in image_ids}
     for row, image in enumerate(image_ids):
@@ -306,8 +304,8 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
 def caption_energies(model: CaptionModel, memory: Memory, tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
     """The mean energy (B,) float32 of the first `count` tokens of each caption; float64 for a float64 model.
 
-    tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: without SOS; of a
-    shorter caption, all tokens count.
+    tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: the number of
+    tokens after SOS. If a caption has fewer, the mean is over all of them.
     """
     counts = (lengths - 1).clamp(max=count)
     with evaluating(model):

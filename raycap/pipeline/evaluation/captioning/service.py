@@ -10,14 +10,14 @@ import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import STEPS, Attribution, cross_attention, integrated_gradients
-from raycap.models.explain.cluster_groups import Clusters, find_clusters
+from raycap.models.explain.attribution import STEPS, cross_attention, integrated_gradients
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -42,7 +42,7 @@ class CaptionService:
     or bfloat16 (autocast); `auto` times both and uses the faster one. Other methods compute in float32. device: cpu or
     cuda, to which the bundle is moved; None for a GPU if torch sees one. The methods take pixels on any device.
 
-    Several threads may call the methods. Computations with the model take turns, because its hooks record attention.
+    Several threads may call the methods. They take turns in computing, because hooks of the model record attention.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class CaptionService:
     ) -> Iterator[ImageCaption]:
         """Yields the captions of each image, in order. An image that cannot be read has the reason in `error`.
 
-        search: of `changed_search`; None for that of the service. batch_size: images per forward pass; None for
-        BATCH_SIZE. Raises StorageError while the storage does not answer.
+        search: a result of `changed_search`; by default the search of the service. batch_size: images per forward pass,
+        by default BATCH_SIZE. Raises StorageError while the storage does not answer.
         """
 
         def load(source: ImageSource) -> Tensor | str:
@@ -126,7 +126,7 @@ class CaptionService:
         """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it."""
         search, precision = search or self.search, precision or self.precision
         with self._computing, torch.no_grad():
-            # in inference mode, autocast would convert each weight again at every use
+            # no_grad and not inference mode, in which autocast would convert each weight again at every use
             confidence = self.bundle.confidence(search)
             signals: list[tuple[float, ...]] = []
             with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
@@ -164,50 +164,31 @@ class CaptionService:
     ) -> Explanation:
         """Where the model looks in one image (3, H, W) for each word of a caption.
 
-        head: as in `attention`. with_attribution: also integrated gradients, which take minutes of a CPU core.
-        Raises UserError for a head that the model lacks, and for too many tokens.
+        head: the number, from 0, of the head whose attention is shown; None for the mean over all heads.
+        with_attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for a head that
+        the model lacks, and for too many tokens.
         """
-        model = self.bundle.captioner.model
+        model, backbone = self.bundle.captioner.model, self.bundle.captioner.backbone
+        assert backbone is not None
         num_heads, most = model.config.num_heads, model.sizes.max_positions - 1
+        ids, words = self._ids(caption), self._words(caption)
+        count = len(ids) - 2  # without SOS and EOS
         if head is not None and not 0 <= head < num_heads:
             raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
-        if len(self._ids(caption)) - 2 > most:
+        if count > most:
             raise UserError(f"caption has more than the {most} tokens that this model explains")
-        backbone, words = self.bundle.captioner.backbone, self._words(caption)
-        assert backbone is not None
-        attention = self.attention(pixels, caption, head).float().cpu().numpy()
-        if not with_attribution:
-            return Explanation(caption, words, backbone.grid, attention)
-        attribution = self.attribution(pixels, caption)
-        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
-        return Explanation(caption, words, backbone.grid, attention, attribution.shares().cpu().numpy(), STEPS, gap)
-
-    def attention(self, pixels: Tensor, caption: str, head: int | None = None) -> Tensor:
-        """The last layer's cross-attention (words, N) for each word of a caption of one image (3, H, W).
-
-        head: the number of one head, from 0; None for the mean over all heads.
-        """
-        captioner, ids = self.bundle.captioner, self._ids(caption)
-        with self._computing, torch.no_grad():
-            memory = captioner.encode(Features(pixels[None].to(self.device)))
-            by_head = cross_attention(captioner.model, memory, ids[None])[-1, :, 0, : len(ids) - 2]
-        return by_head.mean(0) if head is None else by_head[head]
-
-    def attribution(self, pixels: Tensor, caption: str) -> Attribution:
-        """The contribution of each image token of one image (3, H, W) to the log-probability of each word."""
-        captioner, ids = self.bundle.captioner, self._ids(caption)
-        count = len(ids) - 2  # without SOS and EOS
-        ids = ids[: captioner.model.sizes.max_positions + 1]
         with self._computing:
             with torch.no_grad():
-                features = captioner.features(Features(pixels[None].to(self.device)))
-            return integrated_gradients(captioner.model, features, ids).head(count)
-
-    def clusters(self, pixels: Tensor, caption: str) -> Clusters | None:
-        """The clusters of one image (3, H, W) and a caption's words; None for a model without clusters."""
-        captioner, ids = self.bundle.captioner, self._ids(caption)[:-1]
-        with self._computing, torch.no_grad():
-            return find_clusters(captioner.model, captioner.features(Features(pixels[None].to(self.device))), ids)
+                features = self.bundle.captioner.features(Features(pixels[None].to(self.device)))
+                by_head = cross_attention(model, model.encode(features), ids[None])[-1, :, 0, :count]
+            attribution = integrated_gradients(model, features, ids).head(count) if with_attribution else None
+        chosen = by_head.mean(0) if head is None else by_head[head]
+        explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
+        if attribution is None:
+            return explanation
+        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
+        shares = attribution.shares().cpu().numpy()
+        return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
 
     def _ids(self, caption: str) -> Tensor:
         """The ids (T,) of SOS, the caption's tokens and EOS."""

@@ -29,7 +29,7 @@ from raycap.pipeline.storage.untrusted.documents import read_regular_file
 ALLOWED = "a vocabulary holds dict, list, str and int only"
 # Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
 MAX_BYTES = 64 * 2**20
-MAX_OPERATIONS = 1_000_000  # a few seconds of work, and at most about 100 bytes for each
+MAX_OPERATIONS = 1_000_000  # they take a few seconds, and at most about 100 bytes each
 MAX_INTEGER = 2**60  # Python gives larger integers equal hashes, which makes a dictionary slow
 # The operations that make dict, list, str, int and float, and store them in the memo and take them from it
 PLAIN_OPERATIONS = frozenset(
@@ -254,7 +254,7 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
     vocabulary, tensors = read_meshed_vocabulary(request.tokens), read_tensors(request.checkpoint)
     inferred = convert.infer_meshed_memory(tensors)
     given = request.settings["model"]
-    # padding is attended unless a setting says otherwise, as when the published weights were trained
+    # as in the training of the published weights, padding is attended unless a setting says otherwise
     regions = {"attended_regions": given.get("attended_regions", convert.MESHED_REGIONS)}
     config = parse_section(MeshedMemoryConfig, convert.complete_settings(inferred, given) | regions, "model")
     model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))

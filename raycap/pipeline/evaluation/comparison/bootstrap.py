@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESAMPLES = 10_000
-CHUNK_VALUES = 2**22  # image numbers that are drawn together, which bounds the memory to about 64 MiB
+CHUNK_VALUES = 2**22  # image numbers that are drawn at a time; they take at most about 64 MiB
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def compare(
 ) -> dict[str, Difference]:
     """Logs the scores of two systems on a split side by side. Returns their differences by metric.
 
-    results, others: one for each seed, with scores of the same images. same_runs: see `paired_difference`. There is
-    a difference, with its 95 % interval, for each metric that is a mean over images. Raises JobFailedError for scores
-    of different images.
+    results, others: the scores of one model per seed, all on the same images. same_runs: see `paired_difference`. Only
+    metrics that are means over images have a difference, with its 95 % interval. Raises JobFailedError for scores of
+    different images.
     """
     sides = [[result.scores for result in side if result.scores is not None] for side in (results, others)]
     if len({tuple(scores.image_ids) for side in sides for scores in side}) != 1:

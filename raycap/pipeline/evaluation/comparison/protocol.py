@@ -40,10 +40,9 @@ class Protocol:
 
     system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
     objective: of the stage whose weights the model has. eos_in_reward: whether SCST rewarded EOS; None for cross
-    entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to decoding: the keys of the section
-    `evaluation`; where no `decoding` is recorded, it is plain, because there was no other one. constrained: whether
-    captions must contain words. language: of the captions. tokenizer: of the metrics. document_frequencies: the
-    references that CIDEr-D counts.
+    entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to decoding: keys of the section
+    `evaluation`. constrained: whether captions must contain words. language: of the captions. tokenizer: of the
+    metrics. document_frequencies: the references in which CIDEr-D counts n-grams.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}

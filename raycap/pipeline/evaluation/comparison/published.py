@@ -123,7 +123,7 @@ def _final_row(system: str, row: Values) -> FinalRow:
 
 
 def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
-    """Why our score cannot be compared with a printed row: all differences as one text; "" if there are none.
+    """The reason why our score cannot be compared with a printed row: all differences in one text, or "" without any.
 
     Not compared: the vocabulary's tokenizer and the models that a run started from.
     """

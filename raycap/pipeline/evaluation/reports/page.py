@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -25,9 +25,6 @@ from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
 from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
-if TYPE_CHECKING:
-    from raycap.models.explain.cluster_groups import Clusters
-
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
 JPEG_QUALITY = 82
@@ -36,40 +33,7 @@ SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without
 MAX_IMAGES = 200  # a page shows at most this many pictures
 MAX_POINTS = 240  # a line of a chart has at most this many points
 SCORE_NAME = "CIDEr-D"
-# ColorBrewer's Set3, on which black text can be read. Cluster i has the color i modulo 12.
-COLORS = (
-    "#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462",
-    "#b3de69", "#fccde5", "#d9d9d9", "#bc80bd", "#ccebc5", "#ffed6f",
-)  # fmt: skip
-
 Ticks = list[tuple[float, str]]  # positions on an axis in percent, with their labels
-
-
-class LayerColors(NamedTuple):
-    """One layer: a hexadecimal digit for each grid cell, row by row, and for each word: the index into COLORS.
-
-    rows: of the grid; 0 and "" for a layer without clusters of cells. words: "" for one without clusters of words.
-    """
-
-    title: str
-    rows: int
-    cells: str
-    words: str
-
-
-def layer_colors(clusters: Clusters) -> list[LayerColors]:
-    """Every layer with clusters of patches or words. Without a grid of image tokens, no layer has cells."""
-    cells = {} if clusters.grid is None else dict(zip(clusters.encoder_layers, clusters.image.tolist(), strict=True))
-    words = dict(zip(clusters.decoder_layers, clusters.words.tolist(), strict=True))
-    layers = []
-    for number in sorted(cells.keys() | words.keys()):
-        parts = [(cells.get(number), "patch cluster"), (words.get(number), "phrase")]
-        counts = [(len(set(labels)), noun) for labels, noun in parts if labels is not None]
-        title = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
-        digits = ["".join(f"{label % len(COLORS):x}" for label in labels or ()) for labels, _ in parts]
-        rows = clusters.grid[0] if clusters.grid is not None and number in cells else 0
-        layers.append(LayerColors(f"layer {number}: {title}", rows, *digits))
-    return layers
 
 
 @dataclass(frozen=True)
@@ -77,12 +41,8 @@ class ReportImage:
     """One picture of the gallery.
 
     path: the picture's file (on S3 a StoragePath) or its bytes. key: the file's content key if it is known. score:
-    CIDEr-D of the caption, or None. alternatives: other captions by name, for example those of earlier stages or of
-    another model. parts: the caption's text by token, with the spaces between them; by default its words. attention
-    (words, N): the attention of each word of the caption over a square grid of N image tokens. attribution (words, N):
-    the contribution of each token to the word's log-probability. clusters: the clusters of patches and words in each
-    layer. contrast: how far the scores of the caption and its alternatives differ, by which the gallery is then sorted;
-    None: not compared.
+    CIDEr-D of the caption, or None. alternatives: other captions by name, for example those of another model. contrast:
+    by how much the scores of the caption and its alternatives differ. If images have it, the gallery is sorted by it.
     """
 
     image_id: int | str
@@ -92,10 +52,6 @@ class ReportImage:
     score: float | None
     split: str
     alternatives: dict[str, str] = field(default_factory=dict)
-    attention: np.ndarray | None = None
-    attribution: np.ndarray | None = None
-    clusters: Sequence[LayerColors] = ()
-    parts: Sequence[str] = ()
     contrast: float | None = None
     key: str | None = None
 
@@ -177,7 +133,6 @@ def report_html(report: Report) -> str:
         cards=cards,
         shape=_aspect_ratio(cards),
         counts=counts,
-        cluster_colors=COLORS,
     )
     # The digest of the page's script in its security policy permits this script and no other one.
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
@@ -330,25 +285,9 @@ def _cards(images: Sequence[ReportImage], *, seed: str) -> list[Values]:
                 "score": image.finite_score,
                 "thumbnail": thumbnail,
                 "position": position,
-                "attention": _encode_maps(image, image.attention),
-                "attribution": _encode_maps(image, image.attribution),
-                "clusters": [layer._asdict() for layer in image.clusters],
             }
         )
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
-
-
-def _encode_maps(image: ReportImage, maps: np.ndarray | None) -> str:
-    """The maps (words, N) as base64, one byte per cell, each map scaled from its minimum to its maximum.
-
-    The result is "" without maps, or when the maps are not one square grid per word.
-    """
-    num_tokens = len(image.parts or image.caption.split())
-    if maps is None or len(maps) != num_tokens or math.isqrt(maps.shape[1]) ** 2 != maps.shape[1]:
-        return ""
-    low, high = maps.min(1, keepdims=True), maps.max(1, keepdims=True)
-    levels = (maps - low) / np.where(high > low, high - low, 1.0)
-    return base64.b64encode((255 * levels).astype(np.uint8).tobytes()).decode("ascii")
 
 
 def _aspect_ratio(cards: Sequence[Values]) -> float:

@@ -1,43 +1,22 @@
-"""The page of an evaluation: the table of its scores, and pictures with captions and maps of what the model saw.
-
-One Ray task computes attention, attribution and cluster maps.
-"""
+"""The results of an evaluation in a folder: captions, scores, and a page with tables and captioned pictures."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
-from raycap.models.config import Values
-from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.images import BadImage
-from raycap.pipeline.evaluation.captioning.bundle import bundle_source
-from raycap.pipeline.evaluation.captioning.on_cluster import TaskCaptioner, TaskModel
-from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
-from raycap.pipeline.evaluation.reports.page import (
-    MAX_IMAGES,
-    Report,
-    ReportImage,
-    choose_images,
-    layer_colors,
-    report_html,
-    write_report,
-)
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html, write_report
 from raycap.pipeline.evaluation.reports.tables import Rows, format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import Score
@@ -49,44 +28,26 @@ from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTRIBUTED_IMAGES = 24  # an attribution takes one backward pass per word and integration step
-INTEGRATION_STEPS = 16  # with more steps, the picture looks the same
-ATTRIBUTION_BUDGET_S = 60.0  # no attribution is started after this many seconds
-
-ImageKey = tuple[str, int | str]  # split and image id, because an id can occur in several splits
-
 
 def report(
     scores: Scores,
-    settings: RunConfig,
-    decorations: Decorations,
+    options: StorageOptions,
     *,
     title: str,
     run_id: str,
     pictured: Sequence[str],
-    compared: SplitScores | None = None,
 ) -> Report:
-    """The page of an evaluation: scores, quality of the confidence, and pictures with captions and maps.
+    """The page of an evaluation: scores, quality of the confidence, and captioned pictures.
 
-    run_id: names the model; it also decides which pictures a long page shows. pictured: the splits with pictures.
-    compared: the scores of another model on the only pictured split, whose captions are shown beside. The maps are
-    those of the first bundle, and a page without them is better than none. Ray must have been started.
+    options: of the images' storage. run_id: names the model; it also decides which pictures a long page shows.
+    pictured: the splits with pictures.
     """
-    assert scores.inputs is not None
-    results = [*scores.splits, *([] if compared is None else [compared])]
-    columns, rows = score_table(results, with_alignment=True)
+    columns, rows = score_table(scores.splits, with_alignment=True)
     for each in scores.splits:
         rows += published_table(columns, each.published)
-    parts = [scores.inputs.images[split] for split in pictured]
     images = [
-        image
-        for split, part in zip(pictured, parts, strict=True)
-        for image in report_images(scores[split], part, settings.storage.options, compared)
+        image for split in pictured for image in report_images(scores[split], scores.inputs.images[split], options)
     ]
-    with decorations.making(f"the heat maps of {', '.join(pictured)}"):
-        model = TaskModel(bundle_source(scores.bundles[0], settings), scores.inputs.stores[0])
-        dataset = parts[0] if len(parts) == 1 else Dataset(pa.concat_tables([part.table for part in parts]))
-        images = add_maps(images, model, settings, dataset, seed=run_id)
     return Report(
         title=title,
         run_id=run_id,
@@ -161,74 +122,6 @@ def report_images(
     ]
 
 
-def add_maps(
-    images: Sequence[ReportImage], model: TaskModel, config: RunConfig, dataset: Dataset, *, seed: str
-) -> list[ReportImage]:
-    """Adds attention, attribution and cluster maps to the images that the page shows.
-
-    model: the one that wrote the captions. dataset: contains the images. seed: that of the page, which shows a random
-    part of the images. Ray must have been started. At most `MAX_ATTRIBUTED_IMAGES` images get an attribution, and fewer
-    if `ATTRIBUTION_BUDGET_S` does not suffice.
-    """
-    shown, _ = choose_images(images, MAX_IMAGES, seed=seed)
-    attributed = {_key(image) for image in choose_images(shown, MAX_ATTRIBUTED_IMAGES, seed=seed)[0]}
-    attributed_first = sorted(shown, key=lambda image: _key(image) not in attributed)
-    workers, watch = config.workers, StallWatch("the report's maps", config.workers)
-    arguments = (attributed_first, attributed, model, config.without_tracker(), dataset)
-    with watch:
-        maps = dict(watch.stream(compute_maps, [arguments], workers.task_options))
-    return [replace(image, **maps.get(_key(image), {})) for image in images]
-
-
-def _key(image: ReportImage) -> ImageKey:
-    return image.split, image.image_id
-
-
-def compute_maps(
-    images: Sequence[ReportImage], attributed: Set[ImageKey], model: TaskModel, config: RunConfig, dataset: Dataset
-) -> Iterator[tuple[ImageKey, Values]]:
-    """Yields the key of each image with its fields `parts`, `attention`, `attribution` and `clusters`, if they apply.
-
-    attributed: the keys of the images that get an attribution. There are no maps of files that cannot be read, nor of a
-    model of regions.
-    """
-    import torch
-
-    from raycap.models.explain.attribution import cross_attention, integrated_gradients
-    from raycap.models.explain.cluster_groups import find_clusters
-    from raycap.pipeline.features.model_inputs import on_device
-
-    captioner = TaskCaptioner([model], config)
-    bundle, inputs, device = captioner.bundles[0], captioner.inputs(dataset)[0], captioner.context.device
-    caption_model, vocabulary = bundle.captioner.model, bundle.vocabulary
-    row_of = {int(image_id): row for row, image_id in enumerate(inputs.image_ids)}
-    begin = time.monotonic()
-    for image in images:
-        try:
-            loaded = inputs.load(np.array([row_of[int(image.image_id)]]))
-        except (BadImage, OSError):
-            continue
-        if loaded.lengths is not None or loaded.boxes is not None:
-            continue
-        words = vocabulary.tokens_of(image.caption)
-        ids = torch.tensor(vocabulary.encode(words)[: caption_model.sizes.max_positions + 1], device=device)
-        with torch.no_grad():
-            features = bundle.captioner.features(on_device(loaded, device, transform=inputs.transform))
-            # (layers, H, 1, T - 1, N): of the last layer, the rows that predict the words and not EOS
-            attention = cross_attention(caption_model, caption_model.encode(features), ids[None])
-        by_word = attention[-1, :, 0, : len(words)].mean(0)
-        fields: Values = {"attention": by_word.float().cpu().numpy()}
-        if words != image.caption.split():
-            fields["parts"] = vocabulary.parts(image.caption)
-        if _key(image) in attributed and time.monotonic() - begin < ATTRIBUTION_BUDGET_S:
-            attribution = integrated_gradients(caption_model, features, ids, INTEGRATION_STEPS)
-            fields["attribution"] = attribution.head(len(words)).shares().float().cpu().numpy()
-        clusters = find_clusters(caption_model, features, ids[: len(words) + 1])
-        if clusters is not None:
-            fields["clusters"] = layer_colors(clusters)
-        yield _key(image), fields
-
-
 def write_summary(
     place: StoragePath,
     content: Mapping[str, Any],
@@ -289,7 +182,7 @@ class ResultsFolder:
                     f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
                 )
             elif self.place.is_remote:
-                shutil.rmtree(self.path.parent, ignore_errors=True)  # with the mirror's record
+                shutil.rmtree(self.path.parent, ignore_errors=True)  # the mirror's record lies beside the results
 
     def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""
@@ -311,23 +204,14 @@ def write_results(
     settings: RunConfig,
     *,
     label: str,
-    compared: Scores | None = None,
 ) -> None:
     """Logs the scores of a model, and writes its scores and pages. Stores its confidence in its bundle.
 
-    label: names the model. compared: the scores of another model on the same splits.
-    Raises JobFailedError if the two models have captioned other images.
+    label: names the model.
     """
     content, decorations = scores.to_json(), Decorations()
-    others: dict[str, SplitScores] = {}
     for each in scores.splits:
         _log_scores(each)
-        if compared is None or each.scores is None:
-            continue
-        others[each.split] = other = compared[each.split]
-        differences = {name: asdict(gap) for name, gap in compare([each], [other]).items()}
-        entry = {"differences": differences, "images": len(each.captions)}
-        content["splits"][each.split]["compared"] = other.scores_to_json() | entry
     if len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
@@ -335,16 +219,14 @@ def write_results(
     for each in scores.splits:
         if each.scores is None:
             continue
-        split, shown = each.split, others.get(each.split)
+        split = each.split
         with decorations.making(f"the report of {split}"):
             page = report(
                 scores.of(split),
-                settings,
-                decorations,
+                settings.storage.options,
                 title=f"{label} on {split}",
                 run_id=label,
                 pictured=[split],
-                compared=shown and replace(shown, split=f"{split}, the other"),
             )
             metadata = {"models": models, "images": f"{split} {len(each.images)}"}
             write_report(folder.path / f"report-{split}.html", replace(page, metadata=metadata))

@@ -110,7 +110,7 @@ class SeedScores:
         """The cell of a score that at least one model lacks."""
         values = self.values(split, column)
         if all(column not in _values(entry) for entry in self.splits[split]):
-            return ""  # a column of other splits
+            return ""  # only other splits have this column
         reasons = [entry["unavailable"].get(column) for entry in self.splits[split]]
         reason = next(filter(None, reasons), "not computed")
         return f"{UNAVAILABLE} for {values.count(None)} of {len(values)} models: {reason}"

@@ -133,10 +133,7 @@ class BertEncoder:
     def name(self) -> str:
         """The first digits of the digests of the model's files, the layer, and the options."""
         digests = [weights_file_digest(Path(file))[:10] for file in self._section.model_files().values()]
-        parts = [*digests, f"L{self._section.layer}", "idf" if self.uses_idf else "no-idf"]
-        if self._section.baseline is not None:
-            parts.append(f"rescaled-{weights_file_digest(Path(self._section.baseline).expanduser())[:10]}")
-        return "-".join(parts)
+        return "-".join([*digests, f"L{self._section.layer}", "idf" if self.uses_idf else "no-idf"])
 
     @cached_property
     def _model(self) -> Any:
@@ -179,21 +176,6 @@ class BertEncoder:
         tokenizer.no_padding()
         tokenizer.enable_truncation(min(config.max_position_embeddings - first_position, MAX_TOKENS))
         return tokenizer
-
-    @cached_property
-    def baseline(self) -> np.ndarray | None:
-        """The precision, recall and F1 (3,) of unrelated texts, which become 0; None without a table of them."""
-        if self._section.baseline is None:
-            return None
-        path, layer = Path(self._section.baseline).expanduser(), self._section.layer
-        try:
-            table = np.loadtxt(path, delimiter=",", skiprows=1, ndmin=2)
-            (row,) = table[table[:, 0] == layer, 1:]
-            if row.shape != (3,) or not (row < 1).all():
-                raise ValueError("expected the columns LAYER, P, R and F, with values below 1")
-        except (OSError, ValueError) as error:
-            raise UnavailableError(f"{path} has no baseline of layer {layer}: {one_line(error)}") from error
-        return row
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text's tokens between two marks, as many as the model has positions.

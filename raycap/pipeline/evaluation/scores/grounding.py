@@ -19,7 +19,7 @@ import numpy as np
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
 from raycap.pipeline.data.caption_files import ImageId, read_json
-from raycap.pipeline.data.synthetic.scene_captions import shape_names
+from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.runtime.names import quoted, shorten
@@ -59,7 +59,7 @@ class Objects:
         """
         if section.objects is None:
             synthetic = None if data is None else data.synthetic
-            return None if synthetic is None else cls(shape_names(synthetic.language), synthetic.language)
+            return None if synthetic is None else cls(GRAMMARS[synthetic.language].shapes, synthetic.language)
         names = read_names(Path(section.objects).expanduser())
         if section.instances is None:
             return cls(names, language)
@@ -230,7 +230,7 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
             for reference in reference_ids[image]:
                 values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
                 scores[image] = np.maximum(scores[image], values)
-    return scores if encoder.baseline is None else (scores - encoder.baseline) / (1 - encoder.baseline)
+    return scores
 
 
 def greedy_match(

@@ -35,7 +35,8 @@ _SPICE_HEAP_MB = (3072, 8192)
 # METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
-METEOR_DEADLINE_S, SPICE_DEADLINE_S = (120.0, 0.05), (300.0, 1.0)  # for all images, and for each
+# Each deadline is the first number of seconds, and the second one for each image
+METEOR_DEADLINE_S, SPICE_DEADLINE_S = (120.0, 0.05), (300.0, 1.0)
 _LONGEST = 65536  # characters of a line; a longer one is no score
 
 
@@ -208,7 +209,7 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
     finally:
         timer.cancel()
         kill()
-        with contextlib.suppress(OSError, ValueError):  # what was not written, or a closed pipe
+        with contextlib.suppress(OSError, ValueError):  # the pipe is closed, or has text that was not read
             process.communicate()
 
 

@@ -325,7 +325,6 @@ def score_captions(
     predictions: Mapping[Any, str],
     *,
     metrics: Iterable[str] = DEFAULT_METRICS,
-    training_captions: Iterable[str] | None = None,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
 ) -> MetricScores:
@@ -333,8 +332,8 @@ def score_captions(
 
     Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
     document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    training_captions: see `caption_stats`. language: of all captions; metrics that are defined for
-    English only are unavailable for others. inputs: without them, metrics that need them are unavailable.
+    language: of all captions; metrics that are defined for English only are unavailable for others. inputs: without
+    them, metrics that need them are unavailable.
 
     Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
     """
@@ -349,7 +348,7 @@ def score_captions(
         if set(metric.names) & set(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
-    extras |= caption_stats(predicted, training_captions, language)
+    extras |= caption_stats(predicted, language)
     signature = _signature(by_name, captions, language)
     return MetricScores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
 

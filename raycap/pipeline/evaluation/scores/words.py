@@ -18,8 +18,7 @@ separator inside a caption as a space; in pycocoevalcap the separator shifts all
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -296,16 +295,12 @@ def words_signature(language: str) -> str:
     return f"tok:{metric_tokenizer(language)}-{VERSION}|lang:{language}"
 
 
-def caption_stats(
-    captions: Sequence[Sequence[str]], training_captions: Iterable[str] | None = None, language: str = ENGLISH
-) -> Values:
+def caption_stats(captions: Sequence[Sequence[str]], language: str = ENGLISH) -> Values:
     """Shares (0 to 1) and counts over tokenized captions.
 
     empty: share of captions without a word. broken_endings: share whose last word needs another word after it; None for
-    other languages than English.
-    doubled_words: share in which a word is followed by itself. repeated_ngrams: for each n, the share that contains an
-    n-gram twice. lengths: number of captions by number of words. mean_length: in words. seen_in_training: share that
-    equals one of the raw `training_captions` word for word.
+    other languages than English. doubled_words: share in which a word is followed by itself. repeated_ngrams: for each
+    n, the share that contains an n-gram twice. mean_length: in words.
     """
     total = max(len(captions), 1)
     stats: Values = {
@@ -313,17 +308,12 @@ def caption_stats(
         "broken_endings": None,
         "doubled_words": sum(any(a == b for a, b in pairwise(tokens)) for tokens in captions) / total,
         "repeated_ngrams": {str(n): sum(_repeats(tokens, n) for tokens in captions) / total for n in (2, 3, 4)},
-        "lengths": {str(length): count for length, count in sorted(Counter(map(len, captions)).items())},
         "mean_length": sum(map(len, captions)) / total,
         "distinct_words": len({word for tokens in captions for word in tokens}),
     }
     if language == ENGLISH:
         open_endings = sum(bool(tokens) and tokens[-1] in OPEN_ENDINGS for tokens in captions)
         stats["broken_endings"] = open_endings / total
-    if training_captions is not None:
-        distinct = set(map(tuple, captions))  # of the training captions, which may be many more, one is here at a time
-        seen = distinct.intersection(tuple(metric_words(caption, language)) for caption in training_captions)
-        stats["seen_in_training"] = sum(tuple(tokens) in seen for tokens in captions) / total
     return stats
 
 
