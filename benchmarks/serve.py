@@ -18,6 +18,7 @@ from raycap.jobs.serve import deployments
 from raycap.jobs.serve.command import require_free
 from raycap.pipeline.cluster.start import connect
 from raycap.pipeline.runtime.processor import prepare_processor
+from raycap.pipeline.serving.address import named_models
 from raycap.pipeline.serving.host import load_address
 from raycap.pipeline.serving.settings import ServeArguments
 
@@ -60,7 +61,7 @@ def bench_serve(
     arguments = ServeArguments(models=(f"model={model}",), storage=storage, loopback_only=True, threads=threads)
     is_local = not connect(None, deployments.needed_cpus(arguments))
     try:
-        deployments.start(arguments, "127.0.0.1", port, is_local=is_local)
+        deployments.start(arguments, named_models(arguments), "127.0.0.1", port, is_local=is_local)
         address = f"http://127.0.0.1:{port}"
         _run(address, files, 16, 4)  # warm up
         print(

@@ -8,7 +8,7 @@
 
 The same on the command line: python -m raycap_onnx captioner a.jpg b.jpg
 
-The captions are those of raycap. This folder can be copied without the rest of raycap.
+The captions equal those of raycap. This folder can be copied to another machine without the rest of raycap.
 """
 
 from raycap_onnx.captioner import Caption, Captioner

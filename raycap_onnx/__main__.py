@@ -21,22 +21,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, metavar="N", help="threads of onnxruntime")
     parser.add_argument("--json", action="store_true", help="print JSON lines with log-probabilities")
     options = parser.parse_args(argv)
+    search = {"beam_size": options.beam, "max_length": options.max_length}
     try:
         captioner = Captioner(options.folder, threads=options.threads)
-        captioner.caption([], beam_size=options.beam, max_length=options.max_length)  # refuses a bad search
+        captioner.caption([], **search)  # raises CaptionerError for a bad search
     except CaptionerError as error:
         print(f"raycap_onnx: {error}", file=sys.stderr)
         return 2
     exit_code = 0
     for name in options.images:
+        row: dict[str, str | float] = {"image": name}
         try:
-            (caption,) = captioner.caption([name], beam_size=options.beam, max_length=options.max_length)
-            row = {"image": name, "caption": caption.text, "log_prob": round(caption.log_prob, 6)}
-            line = f"{name}: {caption.text}"
+            (caption,) = captioner.caption([name], **search)
+            row |= {"caption": caption.text, "log_prob": round(caption.log_prob, 6)}
         except CaptionerError as error:
-            problem = str(error).removeprefix(f"{name}: ")
-            exit_code, row, line = 1, {"image": name, "error": problem}, f"{name}: {problem}"
-        text = json.dumps(row) if options.json else line
+            exit_code, row["error"] = 1, str(error).removeprefix(f"{name}: ")
+        text = json.dumps(row) if options.json else f"{name}: {row.get('error', row.get('caption'))}"
         print("".join(char if char.isprintable() else ascii(char)[1:-1] for char in text), flush=True)
     return exit_code
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from raycap_onnx.description import CaptionerError, Words, checked, checked_ids, read_json
+from raycap_onnx.description import CaptionerError, Words, one_line, read_json, require_number
 from raycap_onnx.images import ImageSource, Transform, load_image
-from raycap_onnx.search import MAX_BEAMS, MAX_TOKENS, Search, beam_search
+from raycap_onnx.search import Search, beam_search
 
 FORMAT = 1  # of captioner.json
-MAX_BYTES = 2**20  # of captioner.json
+MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # of captioner.json and vocabulary.json
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
-BATCH_SIZE = 16  # images
+BATCH_SIZE, MAX_BATCH, MAX_REGIONS = 16, 100_000, 100_000  # images, and regions of an image
 KINDS = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}  # others are float32
 
 
@@ -36,34 +36,33 @@ class Caption:
 class Captioner:
     """Captions images with the graphs in a folder that `raycap export` wrote. Raises CaptionerError for another folder.
 
-    threads: of onnxruntime; None for its choice. providers: onnxruntime's names of what computes, in the order in which
-    they are tried, such as CUDAExecutionProvider.
+    threads: of onnxruntime; None leaves the number to it. providers: the devices that onnxruntime tries in this order,
+    by its own names, such as CUDAExecutionProvider.
     """
 
     def __init__(
         self, folder: str | Path, *, threads: int | None = None, providers: Sequence[str] = ("CPUExecutionProvider",)
     ) -> None:
         folder = Path(folder)
-        name, content = str(folder / "captioner.json"), read_json(folder / "captioner.json", MAX_BYTES)
-        kinds = dict.fromkeys(("search", "files", "tokens"), dict) | {"name": str, "open_endings": list}
-        read = checked(content, name, kinds | {"format": int, "graphs": str, "max_positions": range(2, MAX_TOKENS + 1)})
-        if read["format"] != FORMAT or read["graphs"] != "onnx":
-            raise CaptionerError(f"{name}: expected format {FORMAT} with graphs onnx; export the model again")
-        self.name, self.max_positions = read["name"], read["max_positions"]
-        self.search, image = Search.parse(read["search"], self.max_positions), content.get("image")
-        self.transform = None if image is None else Transform.parse(image)
-        regions = {} if image is not None else checked(content, name, {"features": dict})["features"]
-        self.max_regions: int | None = regions.get("max_regions")
+        name = folder / "captioner.json"
+        content, vocabulary = read_json(name, MAX_BYTES), read_json(folder / "vocabulary.json", MAX_VOCABULARY_BYTES)
+        try:
+            require_number(content["format"], "format", FORMAT, FORMAT)
+            self.name, digests = str(content["name"]), dict(content["files"])
+            self.search, self.words = Search(**content["search"]), Words(**content["tokens"], **vocabulary)
+            self.transform = None if content["image"] is None else Transform(**content["image"])
+            self.max_regions = (content["features"] or {}).get("max_regions") or MAX_REGIONS
+            require_number(self.max_regions, "max_regions", 1, MAX_REGIONS)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            raise CaptionerError(f"{name} describes no captioner ({problem}); export the model again") from error
         for file in (*FILES, *(file for file in WEIGHTS if (folder / file).exists())):
             if not (folder / file).is_file():
                 raise CaptionerError(f"{folder / file} is missing or no file; export the model again")
             with (folder / file).open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            if digest != read["files"].get(file):
+            if digest != digests.get(file):
                 raise CaptionerError(f"{folder / file} is damaged: {name} has another SHA-256; export the model again")
-        self.words = Words.read(folder / "vocabulary.json", read["tokens"])
-        open_endings = checked_ids(read["open_endings"], f"{name}: open_endings", len(self.words.texts))
-        self.open_endings = np.array(open_endings, np.int64)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # errors
         options.intra_op_num_threads = threads or 0
@@ -73,8 +72,7 @@ class Captioner:
                 for graph in ("encoder", "decoder")
             )
         except Exception as error:  # onnxruntime raises types of its own
-            problem = " ".join(str(error).split())[:200]
-            raise CaptionerError(f"{folder}: the graphs cannot be opened: {problem}") from error
+            raise CaptionerError(f"{folder}: the graphs cannot be opened: {one_line(error)}") from error
         self._memory_names = [each.name for each in self._encoder.get_outputs()]
         self._cache = {each.name: each for each in self._decoder.get_inputs() if each.name.startswith("cache_")}
 
@@ -88,13 +86,13 @@ class Captioner:
     ) -> list[Caption]:
         """The best caption of each image.
 
-        images: see `load_image`. beam_size (1 for greedy search) and max_length replace the recorded ones. batch_size:
-        images at a time. Raises CaptionerError for an image that cannot be used, and for a number out of range.
+        images: as for `load_image`. beam_size, max_length: in place of those of the folder; a beam of 1 is greedy
+        search. batch_size: number of images that are captioned at a time. Raises CaptionerError for an image that
+        cannot be used, and for a number out of range.
         """
         if self.transform is None:
             raise CaptionerError(f"{self.name} captions the features of regions, not images; use caption_features")
-        if batch_size < 1:
-            raise CaptionerError(f"batch_size is {batch_size}; it must be 1 or more")
+        require_number(batch_size, "batch_size", 1, MAX_BATCH)
         if isinstance(images, str | bytes | Path | np.ndarray):
             raise CaptionerError(f"images has the type {type(images).__name__}; give a list of images, also for one")
         search, captions, rest = self._changed_search(beam_size, max_length), list[Caption](), iter(images)
@@ -103,48 +101,32 @@ class Captioner:
         return captions
 
     def caption_features(
-        self,
-        features: np.ndarray,
-        lengths: np.ndarray | None = None,
-        boxes: np.ndarray | None = None,
-        *,
-        beam_size: int | None = None,
-        max_length: int | None = None,
+        self, inputs: Mapping[str, np.ndarray], *, beam_size: int | None = None, max_length: int | None = None
     ) -> list[Caption]:
         """The best caption of each image, for a model of region features.
 
-        features: (B, N, C). lengths: the numbers (B,) of valid regions; None for N. boxes: corners x0 y0 x1 y1 of the
-        regions (B, N, 4), for models that arrange regions by them. Other arguments and errors as in `caption`.
+        inputs: by name features (B, N, C), and lengths (B), the number of regions of each image without padding. Some
+        models also need boxes (B, N, 4), the regions' corners x0 y0 x1 y1. Other arguments and errors: as in `caption`.
         """
-        if self.transform is not None:
-            raise CaptionerError(f"{self.name} captions images, not features; use caption")
-        if self.max_regions is not None and features.shape[1] > self.max_regions:
-            raise CaptionerError(f"an image has {features.shape[1]} regions; {self.name} takes {self.max_regions}")
-        if lengths is None:
-            lengths = np.full(len(features), features.shape[1])
-        given = {"features": features, "lengths": lengths, "boxes": boxes}
-        inputs = {}
-        for name in (each.name for each in self._encoder.get_inputs()):
-            if given.get(name) is None:
-                raise CaptionerError(f"{self.name} needs the {name} of the regions; give them")
-            inputs[name] = np.asarray(given[name], np.int64 if name == "lengths" else np.float32)
-        return self._captions(inputs, self._changed_search(beam_size, max_length))
+        expected = sorted(each.name for each in self._encoder.get_inputs())
+        if self.transform is not None or sorted(inputs) != expected:
+            raise CaptionerError(f"{self.name} captions {', '.join(expected)}; given are {', '.join(inputs)}")
+        arrays = {name: np.asarray(inputs[name], np.int64 if name == "lengths" else np.float32) for name in expected}
+        if arrays["features"].shape[1] > self.max_regions:
+            raise CaptionerError(f"an image has {arrays['features'].shape[1]} regions, more than {self.max_regions}")
+        return self._captions(arrays, self._changed_search(beam_size, max_length))
 
     def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:
-        """The recorded search with other values. Raises CaptionerError for values that the model does not take."""
-        given = {"beam_size": (beam_size, 1, MAX_BEAMS)}
-        given["max_length"] = max_length, self.search.min_length, self.max_positions
-        for key, (value, least, most) in given.items():
-            if value is not None and not least <= value <= most:
-                raise CaptionerError(f"{key} is {value}; it must be {least} to {most}")
-        changes: dict[str, Any] = {key: value for key, (value, *_) in given.items() if value is not None}
+        """The search of the folder with these values. Raises CaptionerError for values that the model cannot take."""
+        given = {"beam_size": beam_size, "max_length": max_length}
+        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         return replace(self.search, **changes)
 
     def _captions(self, inputs: dict[str, np.ndarray], search: Search) -> list[Caption]:
-        """The best captions of a batch with the encoder's inputs."""
+        """The best captions of a batch. inputs: of the encoder, by name."""
         memory = dict(zip(self._memory_names, self._encoder.run(None, inputs), strict=True))
         captions = []
-        for tokens, log_prob in beam_search(self._step, memory, search, self.words, self.open_endings):
+        for tokens, log_prob in beam_search(self._step, memory, search, self.words):
             text = self.words.decode(tokens)
             if search.collapse_repeats:
                 text = " ".join(word for word, _ in groupby(text.split()))
@@ -154,8 +136,8 @@ class Captioner:
     def _step(
         self, tokens: np.ndarray, rows: np.ndarray, memory: dict[str, np.ndarray], cache: dict[str, Any] | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """See `raycap_onnx.search.Step`. The cache remains with onnxruntime, which saves copies."""
-        if cache is None:  # empty: sizes that grow have names
+        """One step (`raycap_onnx.search.Step`). The cache stays in onnxruntime's memory, which saves copies."""
+        if cache is None:  # before the first step, the sizes that grow, which have names, are 0
             cache = {}
             for name, each in self._cache.items():
                 sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])

@@ -1,56 +1,39 @@
-"""Reads what describes a captioner, which may come from a stranger: files with limits, and checked values."""
+"""Reads files within limits, checks values, and joins words. Everything that is read may come from a stranger."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MAX_VOCABULARY_BYTES = 2**26
-
 
 class CaptionerError(ValueError):
-    """A folder, a setting or an image that cannot be used, in one sentence."""
+    """A folder, a setting or an image cannot be used. The message is one sentence."""
 
 
-def checked(values: object, name: str, kinds: Mapping[str, type | range]) -> dict[str, Any]:
-    """The values of an object of JSON: of a type, or whole numbers in a range. name: of the object, for messages.
-
-    Raises CaptionerError for other values.
-    """
-    if not isinstance(values, dict):
-        raise CaptionerError(f"{name} must be an object of JSON")
-    for key, kind in kinds.items():
-        value = values.get(key)
-        if isinstance(kind, range):
-            if type(value) is not int or value not in kind:
-                expected = f"a number from {kind.start} to {kind.stop - 1}"
-                raise CaptionerError(f"{name}: {key} is {value!r:.80}; expected {expected}")
-        elif type(value) is not kind:
-            raise CaptionerError(f"{name}: {key} is {value!r:.80}; expected a value of type {kind.__name__}")
-    return {key: values[key] for key in kinds}
+def one_line(error: Exception) -> str:
+    """The message of an error as one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
-def checked_ids(ids: Iterable[object], name: str, count: int) -> list[Any]:
-    """The ids of tokens of a vocabulary of `count` tokens. Raises CaptionerError for other values."""
-    found = list(ids)
-    if not all(type(index) is int and 0 <= index < count for index in found):
-        raise CaptionerError(f"{name} must be a list of ids below {count}")
-    return found
+def require_number(value: object, name: str, least: int, most: int) -> None:
+    """Raises CaptionerError if a value is not a whole number from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise CaptionerError(f"{name} is {value!r:.80}; it must be a whole number from {least} to {most}")
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number, also as float32."""
+    """True for a number that is finite as float32."""
     return type(value) in (int, float) and abs(value) < 1e30
 
 
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes. Raises CaptionerError."""
     try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        if path.exists() and not path.is_file():  # opening a named pipe would never return
             raise CaptionerError(f"{path}: it is not a file")
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -70,44 +53,43 @@ def read_json(path: Path, limit: int) -> Any:
         raise CaptionerError(f"{path}: it is not JSON ({error})") from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class Words:
-    """The text of each token, how texts are joined, and the ids of special tokens."""
+    """The words of a captioner.
 
-    texts: list[str]
+    words: the text of each token. joining: "spaces", "scripts" or "bytes", as `pipeline/serving/export.py` describes.
+    sos, eos, pad, unk: ids of special tokens. open_endings: ids of words that need another word after them.
+    without_space: ids of tokens without spaces before and after them. Raises CaptionerError for other values.
+    """
+
+    words: list[str]
     joining: str
-    without_space: frozenset[int]
     sos: int
     eos: int
     pad: int
     unk: int
+    open_endings: list[int]
+    without_space: Collection[int] = ()
 
-    @classmethod
-    def read(cls, path: Path, special: object) -> Words:
-        """The words in vocabulary.json. special: the ids of special tokens in captioner.json. Raises CaptionerError."""
-        content = read_json(path, MAX_VOCABULARY_BYTES)
-        texts, joining = checked(content, str(path), {"words": list, "joining": str}).values()
-        if not all(isinstance(text, str) for text in texts):
-            raise CaptionerError(f"{path}: words must be a list of texts")
-        without_space = []
-        if joining == "scripts":
-            listed = checked(content, str(path), {"without_space": list})["without_space"]
-            without_space = checked_ids(listed, f"{path}: without_space", len(texts))
-        ids = checked(special, "tokens", dict.fromkeys(("sos", "eos", "pad", "unk"), range(len(texts))))
-        return cls(texts, joining, frozenset(without_space), **ids)
+    def __post_init__(self) -> None:
+        if not all(isinstance(text, str) for text in self.words):
+            raise CaptionerError("words must be a list of texts")
+        for index in (self.sos, self.eos, self.pad, self.unk, *self.open_endings, *self.without_space):
+            require_number(index, "the id of a token", 0, len(self.words) - 1)
+        self.without_space = frozenset(self.without_space)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The caption's text, without special tokens except UNK."""
+        """The text of a caption. UNK is the only special token that appears in it."""
         ids = [index for index in ids if index not in (self.sos, self.eos, self.pad)]
-        texts = [self.texts[index] for index in ids]
+        texts = [self.words[index] for index in ids]
         if self.joining == "spaces":
             return " ".join(texts)
-        if self.joining == "bytes":  # bytes that are no valid text are left out
+        if self.joining == "bytes":  # the decoder leaves out bytes that are no valid UTF-8
             decoder = codecs.getincrementaldecoder("utf-8")("ignore")
             parts = [decoder.decode(text.encode("latin-1", "ignore")) for text in texts]
             return "".join([*(part.lstrip() for part in parts[:1]), *parts[1:]])
-        pairs = zip(ids, texts, [-1, *ids], strict=False)
-        glued = self.without_space
-        return "".join(
-            text if index in glued or before in glued or before < 0 else f" {text}" for index, text, before in pairs
-        )
+        caption = ""
+        for place, (index, text) in enumerate(zip(ids, texts, strict=True)):
+            is_joined = place == 0 or index in self.without_space or ids[place - 1] in self.without_space
+            caption += text if is_joined else f" {text}"
+        return caption

@@ -1,4 +1,4 @@
-"""Image files and arrays to the pixels that a captioner reads, exactly as raycap does it."""
+"""Turns image files and arrays into the pixels that a captioner reads, exactly as raycap does."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap_onnx.description import CaptionerError, checked, is_number, read_file
+from raycap_onnx.description import CaptionerError, is_number, one_line, read_file, require_number
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
 MAX_SIZE = 4096  # pixels of a side of the square
-MIN_STD = 1e-30  # a smaller one is 0 as float32
-# The formats of image files and the limits of their sizes, as in raycap. Resizing takes 16 bytes for each pixel of a
-# side, and Pillow needs twice as much memory per pixel of WebP.
+MIN_STD = 1e-30  # smaller numbers may be 0 as float32
+# The formats of image files, and the limits of their sizes, as in raycap. A side is limited because resizing takes 16
+# bytes for each of its pixels. WebP has half of the pixels because Pillow needs twice as much memory for them.
 FILE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
 MAX_IMAGE_BYTES, MAX_PIXELS, MAX_IMAGE_SIDE, MAX_WEBP_SHARE = 256 * 2**20, 100_000_000, 2**20, 0.5
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
-MAX_ASPECT_RATIO = 16  # only a stripe in the middle of a longer image is scaled, if it is cropped afterwards
+MAX_ASPECT_RATIO = 16  # Of a longer image that is cropped afterwards, only a stripe in the middle is scaled.
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # of Pillow, with more than 8 bits
 
 
 @dataclass(frozen=True)
 class Transform:
-    """The image transform: resizing with antialiasing, cropping to the square in the middle, and normalization."""
+    """Resizes an image with antialiasing, crops it to the square in the middle, and normalizes the pixels.
+
+    scaled_side: the side in pixels before the crop; of the shorter side if keep_aspect is true, else of both. mean,
+    std: of the three channels. Raises CaptionerError for values out of range.
+    """
 
     image_size: int
     scaled_side: int
@@ -39,17 +43,15 @@ class Transform:
     mean: list[float]
     std: list[float]
 
-    @classmethod
-    def parse(cls, values: object) -> Transform:
-        """The transform in captioner.json. Raises CaptionerError for values that no transform has."""
-        kinds: dict[str, type | range] = {"keep_aspect": bool, "interpolation": str, "mean": list, "std": list}
-        found = checked(values, "image", kinds | {"image_size": range(1, MAX_SIZE + 1)})
-        mean, std, size = found["mean"], found["std"], found["image_size"]
-        if not len(mean) == len(std) == 3 or not all(map(is_number, mean + std)) or min(std) < MIN_STD:
-            raise CaptionerError("image: mean and std must be 3 numbers each, and std above 0")
-        if found["interpolation"] not in INTERPOLATIONS:
-            raise CaptionerError(f"image: interpolation is {found['interpolation']!r:.80}; none of {INTERPOLATIONS}")
-        return cls(**found | checked(values, "image", {"scaled_side": range(size, 2 * size + 1)}))
+    def __post_init__(self) -> None:
+        require_number(self.image_size, "image_size", 1, MAX_SIZE)
+        require_number(self.scaled_side, "scaled_side", self.image_size, 2 * self.image_size)
+        if self.interpolation not in INTERPOLATIONS:
+            raise CaptionerError(f"interpolation is {self.interpolation!r:.80}; none of {INTERPOLATIONS}")
+        if not len(self.mean) == len(self.std) == 3 or not all(map(is_number, [*self.mean, *self.std])):
+            raise CaptionerError("mean and std must be 3 numbers each")
+        if min(self.std) < MIN_STD:
+            raise CaptionerError("std must be above 0")
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         """Normalized pixels (3, H, W) float32 of an RGB image."""
@@ -73,6 +75,7 @@ class Transform:
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:
+    """The middle of an image whose longer side is more than MAX_ASPECT_RATIO times the shorter; others unchanged."""
     longest = MAX_ASPECT_RATIO * min(image.size)
     if max(image.size) <= longest:
         return image
@@ -81,31 +84,30 @@ def _without_far_ends(image: Image.Image) -> Image.Image:
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """The RGB image, rotated as its EXIF data demand, with transparent pixels blended with white.
+    """The RGB image of a source. It is rotated as its EXIF data say, and transparent pixels are blended with white.
 
-    source: a path, the content of a file, Pillow's image, or an array (H, W) or (H, W, 3) of uint8. Raises
-    CaptionerError for an image that is too large, and for anything else that is no image.
+    source: a path, the content of a file, an image of Pillow, or an array (H, W) or (H, W, 3) of uint8. Raises
+    CaptionerError for an image that is too large or damaged, and for what is no image.
     """
+    name = str(source) if isinstance(source, str | Path) else "an image"
     try:
-        with warnings.catch_warnings():  # of damaged metadata, and of large images, which have a limit
+        with warnings.catch_warnings():  # about damaged metadata, and large images, which have a limit here
             warnings.simplefilter("ignore")
             image = _opened(source)
             image.load()
             return _to_rgb(ImageOps.exif_transpose(image))
+    except CaptionerError as error:
+        raise CaptionerError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
+    except Image.UnidentifiedImageError as error:
+        raise CaptionerError(f"{name}: it is not an image in a known format") from error
     except Exception as error:  # a damaged file can raise nearly any type
-        problem = f"it cannot be decoded: {' '.join(str(error).split())[:200]}"
-        if isinstance(error, CaptionerError):
-            problem = str(error)
-        elif isinstance(error, Image.UnidentifiedImageError):
-            problem = "it is not an image in a known format"
-        name = str(source) if isinstance(source, str | Path) else "an image"
-        raise CaptionerError(f"{name}: {problem.removeprefix(f'{name}: ')}") from error
+        raise CaptionerError(f"{name}: it cannot be decoded: {one_line(error)}") from error
 
 
 def _opened(source: ImageSource) -> Image.Image:
-    """The image, not decoded yet if it is a file.
+    """The image of a source. That of a file is not decoded yet.
 
-    Raises CaptionerError for an image, or a tile of a TIFF file, with too many pixels or too long a side.
+    Raises CaptionerError if the image, or a tile of a TIFF file, has too many pixels or too long a side.
     """
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.shape[2:] not in ((), (3,)) or source.ndim < 2:
@@ -117,7 +119,7 @@ def _opened(source: ImageSource) -> Image.Image:
         data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)
         image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)
     sizes = [image.size]
-    if isinstance(image, TiffImageFile):  # a tile, which may be larger than the image, is decoded as a whole
+    if isinstance(image, TiffImageFile):  # its tiles are decoded as a whole, and may be larger than the image
         sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
     limit = int(MAX_PIXELS * (MAX_WEBP_SHARE if image.format == "WEBP" else 1))
     for width, height in sizes:

@@ -11,54 +11,51 @@ from typing import Any
 
 import numpy as np
 
-from raycap_onnx.description import CaptionerError, Words, checked, is_number
+from raycap_onnx.description import CaptionerError, Words, is_number, require_number
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
-# Log-probabilities (B, K, V) after one more token (B, K) per beam, and the new cache; from the tokens, the rows (B, K)
-# of the cache that the beams continue, the images' memory, and the cache, which is None at first.
+# A step of the decoder. It takes the newest tokens (B, K) of the beams, the rows (B, K) of the cache that the beams
+# continue, the encoder's result, and the cache, which is None before the first step. It returns the log-probabilities
+# (B, K, V) of the words after the tokens, and the new cache.
 Step = Callable[[np.ndarray, np.ndarray, dict[str, Any], Any], tuple[np.ndarray, Any]]
 
 
 @dataclass(frozen=True)
 class Search:
-    """The search and its rules, as `evaluation` and `evaluation.decoding` of raycap's configurations describe them.
+    """The search and its rules. The sections `evaluation` and `evaluation.decoding` of raycap describe the values.
 
-    ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length and min_length
-    count SOS and EOS.
+    ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length, min_length: of
+    captions with SOS and EOS. max_positions: the largest max_length that the model takes. Raises CaptionerError for
+    values out of range, and for kinds of search that this package lacks: `sampling` and groups of beams.
     """
 
     beam_size: int
     max_length: int
+    max_positions: int
     ranking: str | float
     collapse_repeats: bool
     suppress_unk: bool
     min_length: int
     no_repeat_ngram: int | None
     no_open_endings: bool
+    sampling: bool
+    beam_groups: int
 
-    @classmethod
-    def parse(cls, values: dict[str, Any], max_positions: int) -> Search:
-        """The search in captioner.json. Raises CaptionerError for values that no search has."""
-        beams, lengths = range(1, MAX_BEAMS + 1), range(2, max_positions + 1)
-        kinds: dict[str, type | range] = {"beam_size": beams, "max_length": lengths, "min_length": lengths}
-        kinds |= dict.fromkeys(("collapse_repeats", "suppress_unk", "no_open_endings", "sampling"), bool)
-        kinds |= {"beam_groups": beams, "no_repeat_ngram": range(1, MAX_TOKENS + 1)}
-        if values.get("no_repeat_ngram") is None:
-            del kinds["no_repeat_ngram"]
-        found = {"no_repeat_ngram": None} | checked(values, "search", kinds)
-        if found.pop("sampling") or found.pop("beam_groups") > 1:
-            raise CaptionerError(
-                "search asks for drawn captions or groups of beams, which raycap_onnx does not have; export a model "
-                "whose search has neither"
-            )
-        ranking: Any = values.get("ranking")
-        if ranking not in ("mean", "sum") and not is_number(ranking):
-            raise CaptionerError(f"search: ranking is {ranking!r:.80}; expected mean, sum or a number")
-        return cls(ranking=ranking, **found)
+    def __post_init__(self) -> None:
+        if self.sampling or self.beam_groups != 1:
+            raise CaptionerError("the search draws captions or has groups of beams, which raycap_onnx does not have")
+        require_number(self.beam_size, "beam_size", 1, MAX_BEAMS)
+        require_number(self.max_positions, "max_positions", 2, MAX_TOKENS)
+        require_number(self.min_length, "min_length", 2, self.max_positions)
+        require_number(self.max_length, "max_length", self.min_length, self.max_positions)
+        if self.no_repeat_ngram is not None:
+            require_number(self.no_repeat_ngram, "no_repeat_ngram", 1, MAX_TOKENS)
+        if self.ranking not in ("mean", "sum") and not is_number(self.ranking):
+            raise CaptionerError(f"ranking is {self.ranking!r:.80}; it must be mean, sum or a number")
 
     def divisor(self, lengths: np.ndarray) -> np.ndarray:
-        """By what the sums of log-probabilities of captions with these lengths are divided to rank them."""
+        """The numbers that divide the log-probabilities of captions with these lengths before they are ranked."""
         if self.ranking == "mean":
             return lengths.astype(np.float32)
         if self.ranking == "sum":
@@ -67,26 +64,25 @@ class Search:
 
 
 def beam_search(
-    step: Step, memory: dict[str, np.ndarray], search: Search, words: Words, open_endings: np.ndarray
+    step: Step, memory: dict[str, np.ndarray], search: Search, words: Words
 ) -> list[tuple[list[int], float]]:
     """The tokens of the best caption of each image, with SOS and EOS, and the sum of their log-probabilities.
 
-    Finished images leave the batch when they are at least half of it. open_endings: the ids of words that need another
-    word after them.
+    When at least half of the images are finished, these leave the batch.
     """
     num_images, num_beams = len(next(iter(memory.values()))), search.beam_size
     tokens = np.full((num_images, num_beams, search.max_length), words.pad, np.int64)
     tokens[:, :, 0] = words.sos
     log_probs, ended = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape[:2], bool)
     scores = np.full(ended.shape, -np.inf, np.float32)
-    scores[:, 0] = 0.0  # all beams are equal: only the first one is extended
+    scores[:, 0] = 0.0  # All beams of an image are equal at first, so that only the first one may be continued.
     images, cache = np.arange(num_images), None
-    new, rows = tokens[:, :1, 0], images[:, None]  # all beams start alike: in the first step an image has one
+    new, rows = tokens[:, :1, 0], images[:, None]  # so the first step computes one beam per image
     for position in range(1, search.max_length):
         offered, cache = step(new, rows, memory, cache)
         num_rows = offered.shape[1]  # per image
         offered = np.repeat(offered, num_beams // num_rows, 1)
-        offered = _restricted(offered, tokens[images, :, :position], search, words, open_endings)
+        offered = _restricted(offered, tokens[images, :, :position], search, words)
         parent, new, value, scores[images] = _continued(offered, scores[images], ended[images], words.pad)
         for each, last in ((tokens, new), (log_probs, value)):
             each[images] = np.take_along_axis(each[images], parent[:, :, None], 1)
@@ -108,10 +104,10 @@ def beam_search(
 def _continued(
     log_probs: np.ndarray, scores: np.ndarray, ended: np.ndarray, pad: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The K best continuations of each image's beams, from the log-probabilities (B, K, V) of words after them.
+    """The K best continuations of each image's beams.
 
-    scores, ended: of the beams (B, K). The results are (B, K): the beam that is continued, its new word, the word's
-    log-probability and the new score.
+    log_probs: (B, K, V) of the words after each beam. scores, ended: of the beams (B, K). Four arrays (B, K) are
+    returned: the beam that is continued, its new word, the word's log-probability, and the new score.
     """
     num_images, num_beams, num_words = log_probs.shape
     offered = min(num_beams, num_words)
@@ -120,7 +116,7 @@ def _continued(
     order = np.argsort(-value, -1, kind="stable")
     word, value = (np.take_along_axis(each, order, -1) for each in (word, value))
     value[ended], word[ended] = -np.inf, pad
-    value[ended, 0] = 0.0  # an ended beam is one candidate and keeps its score
+    value[ended, 0] = 0.0  # an ended beam has one continuation, PAD, which keeps its score
     sums = (scores[:, :, None] + value).reshape(num_images, -1)
     chosen = np.argsort(-sums, -1, kind="stable")[:, :num_beams]
     flat = (each.reshape(num_images, -1) for each in (word, value, sums))
@@ -128,12 +124,10 @@ def _continued(
     return chosen // offered, new, value, sums
 
 
-def _restricted(
-    log_probs: np.ndarray, tokens: np.ndarray, search: Search, words: Words, open_endings: np.ndarray
-) -> np.ndarray:
-    """The log-probabilities (B, K, V) of the words after `tokens` (B, K, t), with -inf for forbidden words.
+def _restricted(log_probs: np.ndarray, tokens: np.ndarray, search: Search, words: Words) -> np.ndarray:
+    """Sets the log-probabilities (B, K, V) of forbidden words after `tokens` (B, K, t) to -inf.
 
-    EOS is allowed where every word would be forbidden.
+    If every word is forbidden, EOS is allowed.
     """
     length = tokens.shape[-1]
     forbidden = np.zeros(log_probs.shape, bool)
@@ -146,8 +140,8 @@ def _restricted(
         image, beam, window = np.nonzero(repeats)
         forbidden[image, beam, windows[image, beam, window, -1]] = True
     if search.no_open_endings:
-        forbidden[:, :, words.eos] |= np.isin(tokens[:, :, -1], open_endings)
+        forbidden[:, :, words.eos] |= np.isin(tokens[:, :, -1], words.open_endings)
         if length + 1 == search.max_length:  # the next word is the last one
-            forbidden[:, :, open_endings] = True
+            forbidden[:, :, words.open_endings] = True
     forbidden[:, :, words.eos] &= ~forbidden.all(-1)
     return np.where(forbidden, np.float32(-np.inf), log_probs)

@@ -13,7 +13,7 @@ from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 
-OPSETS = range(18, 24)  # that the exporter of PyTorch and onnxruntime know
+OPSETS = range(18, 24)  # known to PyTorch's exporter and to onnxruntime
 REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 logger = logging.getLogger(__name__)
 
@@ -21,38 +21,31 @@ logger = logging.getLogger(__name__)
 def export(
     model: Annotated[str, typer.Argument(metavar="BUNDLE", help="A model bundle, local or on S3.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the result.")],
-    format_: Annotated[
-        Literal["onnx", "torch"], typer.Option("--format", metavar="FORMAT", help="onnx, or torch for torch.export.")
-    ] = "onnx",
     precision: Annotated[
         Literal["float32", "float16"], typer.Option(metavar="PRECISION", help="float32, or float16 for a GPU.")
     ] = "float32",
     opset: Annotated[int, typer.Option(min=OPSETS[0], max=OPSETS[-1], help="The version of ONNX's operators.")] = 20,
 ) -> None:
-    """Write a captioner as graphs that run without raycap.
+    """Write a captioner as ONNX graphs that run without raycap.
 
     The folder contains an encoder, one step of the decoder, and what a program needs to caption images with them, such
     as raycap_onnx. The graphs are compared with the model on random inputs.
 
     Example: raycap export results/models/demo/demo-1234567890 -o captioner
     """
-    from raycap.pipeline.serving.export import ExportSettings, export_captioner
+    from raycap.pipeline.serving.export import export_captioner
 
-    for package in ("onnx", "onnxscript") if format_ == "onnx" else ():
+    for package in ("onnx", "onnxruntime", "onnxscript"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"--format onnx needs the package {package}, which is not installed; {REMEDY}")
+            raise UserError(f"`raycap export` needs the package {package}, which is not installed; {REMEDY}")
     check_output_folder("--out", out)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
     opened = open_bundle("BUNDLE", model)
-    settings = ExportSettings(format_, precision, opset, bundle_digests(opened.folder, CONTENT_FILES))
-    decoding = opened.bundle.search.decoding
-    logger.info(f"exporting {model} as {format_} graphs in {precision}")
+    source, decoding = bundle_digests(opened.folder, CONTENT_FILES), opened.bundle.search.decoding
+    logger.info(f"exporting {model} in {precision}")
     if decoding.sampling or decoding.beam_groups > 1:
         logger.warning("the model's search draws captions or has groups of beams, which raycap_onnx refuses")
-    differences = export_captioner(opened.bundle, out, settings)
-    if differences is None:
-        logger.warning(f"the graphs are not compared with the model: onnxruntime is not installed; {REMEDY}")
-    else:
-        print(f"the graphs differ from the model by up to {differences}")
+    differences = export_captioner(opened.bundle, out, precision=precision, opset=opset, source=source)
+    print(f"the graphs differ from the model by up to {differences}")
     print(f"The captioner: {out}")

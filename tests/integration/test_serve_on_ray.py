@@ -23,6 +23,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.serve import deployments
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
+from raycap.pipeline.serving.address import named_models
 from raycap.pipeline.serving.settings import Limits, ServeArguments
 from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
@@ -66,7 +67,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     found = Served(tmp_path_factory.mktemp("served"))
-    deployments.start(found.arguments, "127.0.0.1", found.port, is_local=True)
+    deployments.start(found.arguments, named_models(found.arguments), "127.0.0.1", found.port, is_local=True)
     yield found
     deployments.stop(is_local=False)
 

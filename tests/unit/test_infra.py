@@ -96,7 +96,7 @@ def test_the_service_is_valid_by_rays_schema_and_by_our_arguments() -> None:
     assert not arguments.insecure and arguments.replicas == (1, 4)
     (group,) = cluster_spec(document)["workerGroupSpecs"]
     assert arguments.replicas[1] == group["maxReplicas"], "each node has one GPU"
-    assert config["http_options"]["request_timeout_s"] >= 2 * arguments.limits.body_s + 11 * arguments.limits.answer_s
+    assert config["http_options"]["request_timeout_s"] >= 2 * (arguments.limits.body_s + arguments.limits.answer_s)
     port = config["http_options"]["port"]
     (policy,) = documents(SERVICE)[1:]
     assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": port}]

@@ -1,16 +1,13 @@
-"""The time, memory and operations of a computation."""
+"""The time and memory of a computation."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.pipeline.runtime.processor import memory_mb
 
@@ -19,31 +16,20 @@ GROUP_S = 0.5  # roughly the seconds of a group
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One call: its seconds, the peak memory in GiB, and its operations, where a product of two numbers counts two."""
+def measure(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """The seconds of a call, and the peak of allocated memory in GiB.
 
-    seconds: float
-    memory_gib: float
-    operations: int
-
-
-def measure(call: Callable[[], object], device: torch.device, *, counts: bool = True) -> Measured:
-    """Measures a call after two others, as the median of groups of calls. A GPU is awaited after each group.
-
-    On a CPU, which only rehearses, a group is one call. counts: also count the operations, in one more call. Compiled
-    code has none to count.
+    After two calls that are not measured, groups of calls are timed, and their median counts. The end of each group's
+    work on a GPU is awaited. On a CPU, which only rehearses, a group is one call.
     """
-    counter = FlopCounterMode(display=False)
-    with counter if counts else nullcontext():
-        call()
-    timed(call, device)
+    for _ in range(2):
+        timed(call, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     _, single = timed(call, device)
     size = max(1, min(50, round(GROUP_S / single))) if device.type == "cuda" else 1
     seconds = statistics.median(timed(lambda: [call() for _ in range(size)], device)[1] / size for _ in range(GROUPS))
-    return Measured(seconds, memory_mb(device) / 1024, counter.get_total_flops() if counts else 0)
+    return seconds, memory_mb(device) / 1024
 
 
 def timed(call: Callable[[], Result], device: torch.device | None = None) -> tuple[Result, float]:

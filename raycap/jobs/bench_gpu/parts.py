@@ -1,15 +1,19 @@
-"""The parts of the benchmark: training steps, extraction and decoding."""
+"""The parts of the benchmark: training steps, extraction and decoding.
+
+Each part yields the name of a row and the function that measures it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import torch
 
-from raycap.jobs.bench_gpu.measuring import Measured, measure
+from raycap.jobs.bench_gpu.measuring import measure
 from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
 from raycap.models.base import CaptionModel, Features
 from raycap.models.captioner import build_model
@@ -29,21 +33,7 @@ STAGES = (
     Case("scst_frozen", "scst", 48, samples=9 * COCO_IMAGES),
     Case("scst_finetune", "scst", 20, end_to_end=True, samples=COCO_IMAGES),
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How large everything is; the defaults are the paper's sizes. max_images: per training step."""
-
-    scale: Scale = field(default_factory=Scale)
-    max_images: int = 48
-    extraction_batches: tuple[int, ...] = (32, 128)
-    decoding_batches: tuple[int, ...] = (16, 64, 256, 512)
-    vit: BackboneConfig = field(default_factory=partial(BackboneConfig, name="vit_base_patch16_384", image_size=384))
-    compiles: bool = True
-
-
-PAPER = Plan()
+PAPER = Scale()
 _SMALL_SWIN = BackboneConfig(
     name="swin_tiny_patch4_window7_224", image_size=32, embed_dim=16, depths=(1, 1), num_heads=(2, 2), window_size=4
 )
@@ -51,119 +41,116 @@ _SMALL_MODEL = ExpansionNetConfig(
     d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4, 8),
     dynamic_expansion=2,
 )  # fmt: skip
-_SMALL = Scale(_SMALL_MODEL, _SMALL_SWIN, vocabulary=60, feature_width=32, tokens=16, words=5, reference_images=8)
-_SMALL_VIT = BackboneConfig(name="vit_tiny_patch16_224", image_size=32)
-REHEARSAL = Plan(_SMALL, 4, (2,), (2,), _SMALL_VIT, compiles=False)  # on a CPU
+REHEARSAL = Scale(  # on a CPU
+    _SMALL_MODEL, _SMALL_SWIN, BackboneConfig(name="vit_tiny_patch16_224", image_size=32), vocabulary=60,
+    feature_width=32, tokens=16, words=5, reference_images=8, max_images=4, extraction_batches=(2,),
+    decoding_batches=(2,),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. count: images (or pairs) per call. samples: those of the paper's stage, or 0."""
+    """One line of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
+
+    samples: images or pairs in all epochs of the paper's stage; 0 if the row is no stage.
+    """
 
     part: str
     case: str
     precision: str
-    measured: Measured
+    seconds: float
+    memory_gib: float
     count: int
     samples: int = 0
 
     @property
     def per_second(self) -> float:
-        return self.count / self.measured.seconds
+        return self.count / self.seconds
 
     @property
     def hours(self) -> float:
+        """The hours that the paper's stage would take at this speed."""
         return self.samples / self.per_second / 3600
 
 
-Rows = Iterator[tuple[str, Callable[[], Row]]]  # the name of each row, and a function that measures it
+Rows = Iterator[tuple[str, Callable[[], Row]]]
 
 
-def training(plan: Plan, device: torch.device) -> Rows:
-    """Steps of the recipe's four stages: each precision, and without checkpointing of activations."""
+def training(scale: Scale, device: torch.device) -> Rows:
+    """Steps of the recipe's four stages, in each precision. End-to-end stages also run without checkpointing."""
     for stage in STAGES:
         cases = [replace(stage, precision=precision) for precision in PRECISIONS]
         if stage.end_to_end:
             cases.append(replace(cases[-1], checkpointing=False))
         for case in cases:
-            yield step_row("training", case, plan, device)
+            yield f"{case.title} {case.precision}", partial(training_row, "training", case, scale, device)
 
 
-def compiled(plan: Plan, device: torch.device) -> Rows:
-    """Steps of the four stages in bfloat16 with compiled layers. The last part, because compiling takes minutes."""
-    if plan.compiles:
-        for stage in STAGES:
-            case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
-            yield step_row("compiled", case, plan, device)
+def compiled(scale: Scale, device: torch.device) -> Rows:
+    """Steps of the four stages in bfloat16 with compiled layers. It is the last part because it takes minutes."""
+    for stage in STAGES if device.type == "cuda" else ():
+        case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
+        yield case.title, partial(training_row, "compiled", case, scale, device)
 
 
-def step_row(part: str, case: Case, plan: Plan, device: torch.device) -> tuple[str, Callable[[], Row]]:
-    """The name of a training step and the function that measures it."""
-    case = replace(case, images=min(case.images, plan.max_images))
-    name = case.name
-    if case.end_to_end:
-        name += ", checkpointing" if case.checkpointing else ", all activations kept"
-    if case.compiled:
-        name += ", compiled"
-
-    def row() -> Row:
-        measured = measure(training_step(case, device, plan.scale), device, counts=not case.compiled)
-        return Row(part, name, case.precision, measured, case.images, case.samples)
-
-    return f"{name} {case.precision}", row
+def training_row(part: str, case: Case, scale: Scale, device: torch.device) -> Row:
+    """Measures a training step."""
+    case = replace(case, images=min(case.images, scale.max_images))
+    measured = measure(training_step(case, device, scale), device)
+    return Row(part, case.title, case.precision, *measured, case.images, case.samples)
 
 
-def extraction(plan: Plan, device: torch.device) -> Rows:
-    """Features of Swin and ViT-B from pixels on the processor's side."""
-    for config in (plan.scale.backbone, plan.vit):
-        for batch in plan.extraction_batches:
-            for precision in PRECISIONS:
-
-                def row(config: BackboneConfig = config, batch: int = batch, precision: str = precision) -> Row:
-                    backbone = Backbone(config, with_weights=False).eval().to(device)
-                    transform, side = image_transform(config), config.image_size
-                    pixels = torch.randint(256, (batch, side, side, 3), dtype=torch.uint8)
-                    pixels = pixels.pin_memory() if device.type == "cuda" else pixels
-
-                    def run() -> torch.Tensor:
-                        images = transform.normalize(pixels.to(device, non_blocking=True)).contiguous()
-                        features: torch.Tensor = backbone(images)
-                        return features.half()
-
-                    with torch.no_grad(), products(precision, device):
-                        case = f"{config.name}, {batch} images"
-                        return Row("extraction", case, precision, measure(run, device), batch)
-
-                yield f"{config.name} {batch} {precision}", row
+def extraction(scale: Scale, device: torch.device) -> Rows:
+    """Features of Swin and ViT-B. The pixels are copied from the processor's memory in each call."""
+    configs = (scale.backbone, scale.vit)
+    for config, batch, precision in product(configs, scale.extraction_batches, PRECISIONS):
+        yield f"{config.name} {batch} {precision}", partial(extraction_row, config, batch, precision, device)
 
 
-def decoding(plan: Plan, device: torch.device) -> Rows:
-    """Beam search and sampling from features, to 20 tokens. A CPU cannot capture a graph."""
+@torch.no_grad()
+def extraction_row(config: BackboneConfig, batch: int, precision: str, device: torch.device) -> Row:
+    """Measures the extraction of features from a batch of images."""
+    backbone = Backbone(config, with_weights=False).eval().to(device)
+    transform, side = image_transform(config), config.image_size
+    pixels = torch.randint(256, (batch, side, side, 3), dtype=torch.uint8)
+    pixels = pixels.pin_memory() if device.type == "cuda" else pixels
+
+    def run() -> torch.Tensor:
+        images = transform.normalize(pixels.to(device, non_blocking=True)).contiguous()
+        features: torch.Tensor = backbone(images)
+        return features.half()
+
+    with products(precision, device):
+        return Row("extraction", f"{config.name}, {batch} images", precision, *measure(run, device), batch)
+
+
+def decoding(scale: Scale, device: torch.device) -> Rows:
+    """Beam search and sampling from features, to 20 tokens. Only a GPU can run the search as a graph."""
     kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
-    for batch in plan.decoding_batches:
-        for kind in kinds:
-            for precision in PRECISIONS:
+    for batch, kind, precision in product(scale.decoding_batches, kinds, PRECISIONS):
+        yield f"{kind} {batch} {precision}", partial(decoding_row, kind, batch, precision, scale, device)
 
-                def row(batch: int = batch, kind: str = kind, precision: str = precision) -> Row:
-                    model = endless_model(plan.scale, device)
-                    features = Features(torch.randn(batch, plan.scale.tokens, plan.scale.feature_width, device=device))
-                    graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
 
-                    def run() -> object:
-                        memory = model.encode(features)
-                        if kind == BEAM:
-                            return beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
-                        if kind == GRAPHED_BEAM:
-                            return graphed([memory])
-                        return sample(model, memory, num_samples=SAMPLES, max_length=TOKENS)
+@torch.no_grad()
+def decoding_row(kind: str, batch: int, precision: str, scale: Scale, device: torch.device) -> Row:
+    """Measures the encoder and a search for a batch of images."""
+    model = endless_model(scale, device)
+    features = Features(torch.randn(batch, scale.tokens, scale.feature_width, device=device))
+    graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
 
-                    with torch.no_grad(), products(precision, device):
-                        measured = measure(run, device)
-                    if kind == GRAPHED_BEAM:  # whose memory torch does not count as allocated
-                        measured = replace(measured, memory_gib=torch.cuda.max_memory_reserved() / 2**30)
-                    return Row("decoding", f"{kind}, {batch} images", precision, measured, batch)
+    def run() -> object:
+        memory = model.encode(features)
+        if kind == BEAM:
+            return beam_search(model, memory, beam_size=BEAMS, max_length=TOKENS)
+        if kind == GRAPHED_BEAM:
+            return graphed([memory])
+        return sample(model, memory, num_samples=SAMPLES, max_length=TOKENS)
 
-                yield f"{kind} {batch} {precision}", row
+    with products(precision, device):
+        seconds, memory = measure(run, device)
+    if kind == GRAPHED_BEAM:  # torch does not count the graph's memory as allocated
+        memory = torch.cuda.max_memory_reserved() / 2**30
+    return Row("decoding", f"{kind}, {batch} images", precision, seconds, memory, batch)
 
 
 PARTS = (training, extraction, decoding, compiled)
@@ -179,7 +166,7 @@ def endless_model(scale: Scale, device: torch.device) -> CaptionModel:
 
 
 def products(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """A context in which products have this precision."""
+    """A context in which matrix products and convolutions are computed in this precision."""
     if precision == "bfloat16":
         return torch.autocast(device.type, torch.bfloat16)
     return float32_products(precision) if device.type == "cuda" else nullcontext()

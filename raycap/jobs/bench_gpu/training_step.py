@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,15 +36,19 @@ SAMPLING = ScstSection(max_length=21)  # 20 tokens and SOS
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of model, backbone and data; the defaults are the paper's."""
+    """The sizes of models, data and batches. The defaults are the paper's. max_images: of a training step."""
 
     model: ExpansionNetConfig = field(default_factory=ExpansionNetConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    vit: BackboneConfig = field(default_factory=partial(BackboneConfig, name="vit_base_patch16_384", image_size=384))
     vocabulary: int = 10_000
     feature_width: int = 1536
     tokens: int = 144  # image tokens
     words: int = 13  # of a typical caption, as in the paper's cost table
     reference_images: int = 2000  # images with references in the reward's index
+    max_images: int = 48
+    extraction_batches: tuple[int, ...] = (32, 128)
+    decoding_batches: tuple[int, ...] = (16, 64, 256, 512)
 
     @property
     def sizes(self) -> ModelSizes:
@@ -52,10 +57,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table: a training step on `images` images.
+    """A training step on `images` images.
 
-    reference: the reference's time and memory for it. captions: their number per image in cross entropy. samples: the
-    number of samples in all epochs of the paper's stage.
+    objective: "cross_entropy" or "scst". captions: per image, in cross entropy. samples: images or pairs in all epochs
+    of the paper's stage.
     """
 
     name: str
@@ -67,14 +72,21 @@ class Case:
     end_to_end: bool = False
     checkpointing: bool = True
     compiled: bool = False
-    reference: str = ""
     samples: int = 0
+
+    @property
+    def title(self) -> str:
+        """The name of the stage, and how its step is computed."""
+        parts = [self.name]
+        if self.end_to_end:
+            parts.append("checkpointing" if self.checkpointing else "all activations kept")
+        return ", ".join(parts + ["compiled"] * self.compiled)
 
 
 def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> Callable[[], None]:
-    """A function that trains on the same random batch in each call: forward, backward and update.
+    """A function that makes one training step: forward, backward and update. Each call has the same random batch.
 
-    On a GPU it does not wait for the end of the step, and the batch is copied there in each call.
+    On a GPU, each call copies the batch there, and does not wait for the end of the step.
     """
     torch.manual_seed(0)
     sizes = scale.sizes
@@ -111,7 +123,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
 
 
 def _random_batch(case: Case, scale: Scale) -> Batch:
-    """Pixels or features as a store has them, and captions that all have `scale.words` words."""
+    """Random pixels, or features in the precision of a feature store, and captions of `scale.words` words."""
     side, sizes = scale.backbone.image_size, scale.sizes
     if case.end_to_end:
         features = Features(torch.randint(256, (case.images, side, side, 3), dtype=torch.uint8))

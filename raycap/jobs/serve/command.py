@@ -38,13 +38,6 @@ def command(
         float | None, typer.Option(min=0, help="GPUs of each process. The default is 1 if Ray has GPUs, else 0.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch's threads of each process.")] = None,
-    allow_uri: Annotated[
-        list[str] | None,
-        typer.Option(help="A folder or s3:// prefix whose images clients may name by URI.", metavar="PREFIX"),
-    ] = None,
-    allow_attribution: Annotated[
-        bool, typer.Option("--allow-attribution", help="Let clients ask for integrated gradients, which take minutes.")
-    ] = False,
     limit: Annotated[
         list[str] | None,
         typer.Option(help="A limit of requests, such as queue=128; docs/serving.md lists them.", metavar="NAME=VALUE"),
@@ -64,7 +57,6 @@ def command(
     values = {
         "models": tuple(model), "storage": storage, "endpoint_url": endpoint_url, "precision": precision,
         "poll_s": poll_s, "batch_size": batch_size, "replicas": replicas, "gpus": gpus_per_replica, "threads": threads,
-        "allow_uris": tuple(allow_uri or ()), "allow_attribution": allow_attribution,
         "loopback_only": host in LOOPBACK_HOSTS, "insecure": insecure,
         "limits": {name: value for name, _, value in (text.partition("=") for text in limit or ())},
     }  # fmt: skip
@@ -79,21 +71,21 @@ def command(
 
 
 def _serve(arguments: ServeArguments, host: str, port: int, address: str | None) -> None:
-    """Starts the server and returns when it has ended by itself."""
+    """Starts the server. Returns only if the server ends without being asked to."""
     has_token = server_token(host, arguments.insecure) is not None
     check_address(address)
     try:
         from raycap.jobs.serve import deployments
     except ModuleNotFoundError as error:
         raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
-    named_models(arguments, send_local=False)  # before Ray is started, so that a mistake is said at once
+    models = named_models(arguments)  # before Ray starts, which takes seconds
     if not cluster_address(address):
         require_free(host, port)
     is_local = not connect(address, deployments.needed_cpus(arguments))
     if not is_local:
         deployments.require_unused()
     try:
-        deployments.start(arguments, host, port, is_local=is_local)
+        deployments.start(arguments, models, host, port, is_local=is_local)
         access = "with the token of RAYCAP_SERVE_TOKEN" if has_token else "without a token"
         logger.info(f"serving    http://{f'[{host}]' if ':' in host else host}:{port} ({access}); Ctrl-C stops it")
         deployments.wait()

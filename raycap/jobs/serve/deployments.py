@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -38,7 +39,7 @@ from raycap.pipeline.serving.settings import ServeArguments, server_token
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-SPARE_REQUESTS = 16  # of the ingress beyond its queue: for refusals, /healthz and /metrics
+SPARE_REQUESTS = 16  # that the ingress takes beyond its queue, so that it can refuse, and answer /healthz and /metrics
 STATUS_S = 5.0  # between two looks at the state of the application
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 SHUTDOWN_S = 10.0  # for requests in progress
@@ -46,24 +47,24 @@ SHUTDOWN_S = 10.0  # for requests in progress
 
 @serve.deployment
 class CaptionerDeployment:
-    """One process with one model. Its methods are called as `Captioners` describes."""
+    """One process with one model. `served_models.Captioners` describes how its methods are called."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
-        address, digest, source = model.address, model.digest, model.sent or model.source
-        if address.champion is not None:  # a process that is started again later begins with the champion of then
-            digest, source = "", address.resolve()
+        address, source = model.address, model.source
+        if address.champion is not None:  # if this process replaces one that died, the champion may be a newer one
+            source = address.resolve()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
-        # on this machine a process gets its share of the cores, in a cluster the CPUs that it asks for
+        # On this machine, the processes share all cores. In a cluster, each has the CPUs that it asks Ray for.
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
-        self.host = self.thread.submit(ModelHost, address, source, settings, digest).result()
+        self.host = self.thread.submit(ModelHost, address, source, settings).result()
         if address.champion is not None:
             threading.Thread(target=self.host.follow, args=(arguments.poll_s,), daemon=True).start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
     async def describe(self) -> tuple[dict[str, object], ImageTransform]:
-        """The model and its transform, and for a followed champion whether a newer one could not be loaded."""
+        """The model's description and its transform. `newer_failed` tells that a newer champion cannot be loaded."""
         current = self.host.current
         description: dict[str, object] = asdict(current.info)
         if self.host.address.champion is not None:
@@ -75,12 +76,12 @@ class CaptionerDeployment:
         return await self.batcher(jobs)
 
     async def explain(self, jobs: list[ImageJob], *arguments: Any) -> list[Answer]:
-        """`ModelHost.explain`. It waits for its turn among the batches."""
+        """`ModelHost.explain`, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.explain, jobs, *arguments)
 
 
 def ray_captioners(handle: DeploymentHandle) -> Captioners:
-    """Calls methods of a model's processes. RefusedError if a process has died, or none has room."""
+    """The function that calls a model's processes. It raises RefusedError if a process has died, or none has room."""
 
     async def call(method: str, *arguments: object) -> Any:
         try:
@@ -96,14 +97,14 @@ def ray_captioners(handle: DeploymentHandle) -> Captioners:
 @serve.deployment
 @serve.ingress()
 class Ingress:
-    """The process that answers requests: limits, decoding, resizing, and the page. It computes with no model."""
+    """The process that answers requests. It checks limits, and decodes and resizes images for the models' processes."""
 
     def __init__(
         self, arguments: ServeArguments, captioners: dict[str, DeploymentHandle], *, has_token: bool, is_local: bool
     ) -> None:
         prepare_replica(is_local)
         give_memory_back()
-        # The token is read here: Ray shows the arguments of deployments to every client of its dashboard.
+        # The token is no argument, because Ray's dashboard shows the arguments of deployments to all of its clients.
         token = server_token(None, insecure=not has_token)
         self.app_of_requests = make_app(
             {name: ray_captioners(handle) for name, handle in captioners.items()}, arguments, token
@@ -121,14 +122,11 @@ def application(args: dict[str, object]) -> serve.Application:
     """
     arguments = ServeArguments.model_validate(args)
     server_token(None, arguments.insecure)
-    return build(arguments, is_local=False)
+    return build(arguments, named_models(arguments), is_local=False)
 
 
-def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False) -> serve.Application:
-    """The deployments of a server. Raises UserError for models that cannot be served.
-
-    is_local: on a Ray that this process has started. send_local: as for `named_models`.
-    """
+def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: bool) -> serve.Application:
+    """The deployments of a server. is_local: on a Ray that this process has started."""
     gpus = arguments.gpus
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
@@ -136,14 +134,14 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     scaling: Values = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
-        target = 2 * size  # one batch is captioned, and the next one waits
+        target = 2 * size  # requests per process: one batch is captioned while the next one waits
         scaling = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=least, max_replicas=most, target_ongoing_requests=target
             )
         }
     captioner = CaptionerDeployment.options(  # type: ignore[attr-defined]
-        # Ray's default of 5 would never fill a batch; explanations wait here, too
+        # With Ray's default of 5, a batch would never be full.
         max_ongoing_requests=4 * size,
         ray_actor_options={"num_cpus": CAPTIONER_CPUS, "num_gpus": gpus},
         graceful_shutdown_timeout_s=SHUTDOWN_S,
@@ -151,11 +149,11 @@ def build(arguments: ServeArguments, *, is_local: bool, send_local: bool = False
     )
     captioners = {
         model.name: captioner.options(name=f"captioner-{model.name}").bind(model, arguments, gpus, is_local=is_local)
-        for model in named_models(arguments, send_local=send_local)
+        for model in models
     }
     ingress = Ingress.options(  # type: ignore[attr-defined]
         name="ingress",
-        num_replicas=1,  # so that the queue and the counters are those of the whole server
+        num_replicas=1,  # because its queue and its counters are those of the whole server
         max_ongoing_requests=arguments.limits.queue + SPARE_REQUESTS,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=SHUTDOWN_S,
@@ -170,10 +168,10 @@ def needed_cpus(arguments: ServeArguments) -> int:
 
 
 def prepare_replica(is_local: bool) -> None:
-    """Sets up the log of a process of Ray Serve, and lets it listen on the loopback interface if Ray runs only here.
+    """Prepares a process of Ray Serve: its log, and if Ray runs only on this machine, the interface of its port.
 
-    Ray Serve opens a port of each process on all interfaces, which unpickles what it gets. It does so after the
-    constructors of deployments, so that the name can be replaced there.
+    Ray Serve opens a port of each process on all interfaces, and unpickles what arrives there. It has no setting for
+    the interface. It opens the port after this call, through the function that is replaced here.
     """
     configure_logging()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -183,18 +181,19 @@ def prepare_replica(is_local: bool) -> None:
 
 
 def give_memory_back() -> None:
-    """Lets glibc return the memory of decoded images to the system, of which it would keep hundreds of MiB.
+    """Makes glibc return the memory of decoded images to the system. Otherwise it would keep hundreds of MiB.
 
-    Pillow allocates blocks of 16 MiB. glibc learns from their sizes to keep such blocks, unless the threshold is set.
+    Pillow allocates blocks of 16 MiB. After the first ones are freed, glibc keeps blocks of this size for reuse, unless
+    the threshold is set.
     """
-    with suppress(AttributeError, OSError):  # another C library
+    with suppress(AttributeError, OSError):  # a C library other than glibc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def require_unused() -> None:
     """Raises UserError if Ray Serve already runs on the cluster.
 
-    Its proxies cannot listen elsewhere, and the end of this server would be that of the other applications.
+    Its proxies listen on one port only, and the end of this server would also end the other applications.
     """
     if found := serve.status().applications:
         raise UserError(
@@ -203,15 +202,15 @@ def require_unused() -> None:
         )
 
 
-def start(arguments: ServeArguments, host: str, port: int, *, is_local: bool) -> None:
-    """Starts the server on a Ray that has been started. Raises UserError, and JobFailedError if it does not start.
+def start(arguments: ServeArguments, models: Iterable[NamedModel], host: str, port: int, *, is_local: bool) -> None:
+    """Starts the server on a Ray that has been started. Raises JobFailedError if it does not start.
 
     is_local: whether this process has started the Ray.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     limits = arguments.limits
-    options = HTTPOptions(host=host, port=port, request_timeout_s=2 * limits.body_s + 11 * limits.answer_s)
-    target = build(arguments, is_local=is_local, send_local=not is_local)
+    options = HTTPOptions(host=host, port=port, request_timeout_s=2 * (limits.body_s + limits.answer_s))
+    target = build(arguments, models if is_local else [each.sent() for each in models], is_local=is_local)
     serve.start(proxy_location="HeadOnly", http_options=options, logging_config=LOGGING)
     try:
         serve.run(target, name=APP, route_prefix="/", logging_config=LOGGING)
@@ -220,13 +219,13 @@ def start(arguments: ServeArguments, host: str, port: int, *, is_local: bool) ->
 
 
 def wait() -> None:
-    """Returns when the application has ended; a signal raises KeyboardInterrupt."""
+    """Waits until the application has ended. A signal raises KeyboardInterrupt."""
     while APP in serve.status().applications:
         time.sleep(STATUS_S)
 
 
 def stop(*, is_local: bool) -> None:
-    """Ends the application, if it has been started, after the requests in progress. In a cluster it ends Ray Serve."""
+    """Ends the application after the requests in progress. On a cluster it also ends Ray Serve."""
     with suppress(serve.exceptions.RayServeException):  # it has not been started
         serve.delete(APP)
     if not is_local:  # a local Ray ends with this process

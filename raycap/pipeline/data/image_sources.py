@@ -1,14 +1,12 @@
 """Images as callers name or give them, outside of a data set.
 
 The command line names files, folders, globs, and s3:// prefixes and globs. Programs give paths, URIs, bytes of files,
-Pillow's images and arrays. Strangers send URIs, which are read only below folders and prefixes that the operator has
-named.
+Pillow's images and arrays.
 """
 
 from __future__ import annotations
 
 import glob
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,15 +16,11 @@ from PIL import Image
 from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, matching
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import printable, relative_name
-from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.path import StoragePath, join, storage_path
+from raycap.pipeline.storage.path import join, storage_path
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 MAX_PIXELS = 100_000_000  # Larger images are refused.
-NOT_READABLE = "uri is not a readable image below uri_roots"  # one text for every reason, which may be a secret
-logger = logging.getLogger(__name__)
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
@@ -107,43 +101,3 @@ def _from_array(array: np.ndarray) -> Image.Image:
             f"an array {array.shape} of {array.dtype}; expected (H, W), (H, W, 3) or (H, W, 4) of uint8 values"
         )
     return Image.fromarray(array)
-
-
-class UriRoots:
-    """The local folders and s3:// prefixes below which images may be read for strangers. Without any, none is read.
-
-    Raises ValueError unless `roots` is a list of folders and prefixes.
-    """
-
-    def __init__(self, roots: object = (), options: StorageOptions = StorageOptions()) -> None:
-        if not isinstance(roots, (list, tuple)) or not all(isinstance(root, str) and root.strip() for root in roots):
-            raise ValueError(f"uri_roots is {roots!r}; expected a list of folders and s3:// prefixes")
-        self.roots = tuple(storage_path(root, options.hasty) for root in roots)
-
-    def read(self, uri: str) -> bytes:
-        """The content of the image file at a URI. Raises BadImage; only the log has the reason why it cannot be read.
-
-        The text of the error is the same for a file that is missing, not allowed, or no file.
-        """
-        try:
-            return read_image_file(self._place(uri))
-        except Exception as error:
-            logger.warning(f"{printable(uri[:1000])}: {printable(without_secrets(str(error))[:1000])}")
-            raise BadImage(NOT_READABLE) from error
-
-    def _place(self, uri: str) -> StoragePath:
-        """The place of a URI below one of the roots. Raises UserError or OSError if it is elsewhere, also by a link.
-
-        Nothing is opened for a URI that does not begin with a root.
-        """
-        place = uri.removeprefix("file://")
-        for root in self.roots:
-            prefix = join(root.uri, "")
-            if place.startswith(prefix):
-                path = root / relative_name(place.removeprefix(prefix), "uri")
-                if path.is_remote:
-                    return path
-                resolved = path.path.resolve(strict=True)
-                if resolved.is_relative_to(root.path.resolve()):
-                    return StoragePath(str(resolved))
-        raise UserError("it is not below uri_roots")

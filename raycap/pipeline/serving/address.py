@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import (
+    ModelSource,
     SentBundle,
     StoredBundle,
     bundle_digests,
@@ -20,24 +21,23 @@ from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
-WEIGHTS = "model.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """A model that a caller names. text: a folder, s3://..., or champion:NAME, whose champion is in `storage`."""
+    """A model that a caller names. text: a folder, s3://... or champion:NAME. storage: where champions are."""
 
     text: str
     storage: StoragePath
 
     @property
     def champion(self) -> str | None:
-        """The name of the configuration whose champion it is; None for a bundle."""
+        """For champion:NAME the name of the configuration, for a bundle None."""
         return self.text.removeprefix(CHAMPION) if self.text.startswith(CHAMPION) else None
 
     def resolve(self) -> StoredBundle:
-        """The bundle that the address means now, with the digests of a champion's files.
+        """The bundle that the address means now. A champion's bundle has the digests that its record contains.
 
         Raises UserError if there is no such bundle or champion, and StorageError if the storage does not answer.
         """
@@ -58,34 +58,28 @@ class ModelAddress:
         return StoredBundle(self.storage / record.bundle, record.files)
 
 
-def weights_digest(bundle: StoredBundle) -> str:
-    """The first 16 hex digits of the SHA-256 of a bundle's weights. A bundle on S3 is copied to this machine."""
-    digest = bundle.digests.get(WEIGHTS) or bundle_digests(fetched(bundle.location), (WEIGHTS,))[WEIGHTS]
-    return digest[:16]
-
-
 @dataclass(frozen=True)
 class NamedModel:
-    """A model with the name by which clients choose it.
-
-    source: its bundle when the server started. digest: as `weights_digest`. sent: the same bundle in Ray's object
-    store, if it is on a disk that other nodes cannot read.
-    """
+    """A model with the name by which clients choose it. source: its bundle when the server started."""
 
     name: str
     address: ModelAddress
-    source: StoredBundle
-    digest: str
-    sent: SentBundle | None = None
+    source: ModelSource
+
+    def sent(self) -> NamedModel:
+        """The same model for a cluster, whose other nodes cannot read a bundle on this machine's disk.
+
+        Such a bundle is put into Ray's object store, so Ray must have been started. A champion stays where it is,
+        because each process looks there for newer ones.
+        """
+        if isinstance(self.source, SentBundle) or self.source.location.is_remote or self.address.champion is not None:
+            return self
+        return replace(self, source=SentBundle.of(self.source.location.path))
 
 
-def named_models(arguments: ServeArguments, *, send_local: bool) -> list[NamedModel]:
-    """The models in order. Raises UserError for one that cannot be served.
-
-    send_local: send bundles on this machine's disk through Ray, which must have been started, because its other nodes
-    cannot read them.
-    """
-    models = [_named(text, arguments, send_local) for text in arguments.models]
+def named_models(arguments: ServeArguments) -> list[NamedModel]:
+    """The models in order. Raises UserError for one that cannot be served."""
+    models = [_named(text, arguments) for text in arguments.models]
     names = [model.name for model in models]
     for name in names:
         if names.count(name) > 1:
@@ -93,7 +87,7 @@ def named_models(arguments: ServeArguments, *, send_local: bool) -> list[NamedMo
     return models
 
 
-def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel:
+def _named(text: str, arguments: ServeArguments) -> NamedModel:
     """The model that a --model option names, ADDRESS or NAME=ADDRESS. Raises UserError."""
     given, _, place = text.partition("=")
     if not _NAME.fullmatch(given) or not place:
@@ -102,7 +96,7 @@ def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel
     try:
         source = address.resolve()
         folder = fetched(source.location)
-        require_intact(folder)
+        digests = require_intact(folder) or bundle_digests(folder)
         config = read_bundle_config(folder)
     except UserError as error:
         raise UserError(f"--model {error}") from error
@@ -111,10 +105,7 @@ def _named(text: str, arguments: ServeArguments, send_local: bool) -> NamedModel
     name = given or address.champion or str(config["name"])
     if not _NAME.fullmatch(name):
         raise UserError(f"--model {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
-    if address.champion is None and not source.digests:
-        source = StoredBundle(source.location, bundle_digests(folder))
-    sent = SentBundle.of(folder) if send_local and not source.location.is_remote else None
-    return NamedModel(name, address, source, weights_digest(source), sent)
+    return NamedModel(name, address, StoredBundle(source.location, source.digests or digests))
 
 
 def without_backbone(place: str) -> str:

@@ -24,8 +24,6 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 from raycap.models.config import Values
-from raycap.pipeline.data.image_sources import UriRoots
-from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -43,7 +41,7 @@ from raycap.pipeline.serving.forms import (
     read_form,
 )
 from raycap.pipeline.serving.host import FAILED, Made, RefusedError, Search
-from raycap.pipeline.serving.served_models import Captioners, ImageFile, Metrics, ServedModels
+from raycap.pipeline.serving.served_models import Captioners, Metrics, ServedModels
 from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments
 
 PAGE = Path(__file__).with_name("caption_page.html")
@@ -53,42 +51,37 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """The functions behind the routes, and what they share."""
+    """The functions that answer requests, and the state that they share: models, counters and the queue."""
 
     def __init__(self, captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> None:
-        self.limits, self.token, self.allow_attribution = arguments.limits, token, arguments.allow_attribution
+        self.limits, self.token = arguments.limits, token
         self.metrics = Metrics()
         self.models = ServedModels(captioners, self.metrics, self.limits.pixels)
-        self.uri_roots = UriRoots(arguments.allow_uris, arguments.options)
-        self.in_progress = 0
+        self.turns = asyncio.Semaphore(self.limits.queue)
 
     async def admit(self, request: Request, credentials: Credentials) -> None:
-        """Raises RefusedError for a request without the server's token.
+        """Raises RefusedError for a request that may not be answered.
 
-        On a server without a token, for one from another origin: a page from elsewhere could make a browser on this
-        machine send requests.
+        If the server has a token, the request needs it. If the server has none, the request must not come from a page
+        of another site, because such a page could make a browser on this machine send requests.
         """
         if self.token is None:
             origin = request.headers.get("origin")
             if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
                 raise RefusedError(403, "requests of pages from elsewhere are refused")
             return
-        # compared in a time that does not depend on where the texts differ
+        # The time of this comparison does not tell how much of a wrong token is right.
         given = "" if credentials is None else credentials.credentials
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise RefusedError(401, "the header Authorization needs Bearer and the server's token")
 
     async def take_turn(self) -> AsyncIterator[None]:
-        """Counts a request while it is worked on. Raises RefusedError if there are too many."""
-        if self.in_progress >= self.limits.queue:
+        """Takes a place in the queue until the request has ended. Raises RefusedError if the queue is full."""
+        if self.turns.locked():
             raise RefusedError(429, f"the server works on {self.limits.queue} requests; try again later", 1)
-        self.in_progress += 1
-        self.metrics.in_progress.set(self.in_progress)
-        try:
-            yield
-        finally:
-            self.in_progress -= 1
-            self.metrics.in_progress.set(self.in_progress)
+        async with self.turns:
+            with self.metrics.in_progress.track_inprogress():
+                yield
 
     async def caption(self, request: Request) -> CaptionAnswer:
         """Captions images."""
@@ -98,36 +91,26 @@ class Server:
             if value is not None and value > most:
                 raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
         async with _deadline(self.limits.answer_s):
-            images = await asyncio.to_thread(self._images, form)  # a bucket may be slow
-            model = self.models.choose(form.model)
-            search = Search(form.beam_size, form.num_results, form.max_length, form.precision)
-            made = await self.models.caption(model, images, search)
+            model, images = self.models.choose(form.model), self._images(form)
+            made = await self.models.caption(model, images, Search(form.beam_size, form.num_results, form.max_length))
         captions = [CaptionEntry.model_validate(cast("ImageCaption", each.result).to_json()) for each in made]
-        if not form.confidence:
-            captions = [each.model_copy(update={"confidence": None, "expected_ciderd": None}) for each in captions]
         return CaptionAnswer(model=_entry(model, made[0]), captions=captions)
 
     async def explain(self, request: Request) -> ExplainAnswer:
         """Explains the words of an image's caption."""
         form = await read_form(request, ExplainForm, self.limits)
-        if form.attribution and not self.allow_attribution:
-            raise RefusedError(422, "attribution is not enabled on this server; leave it out for attention alone")
-        async with _deadline(self.limits.answer_s * (10 if form.attribution else 1)):
-            images = await asyncio.to_thread(self._images, form)
+        async with _deadline(self.limits.answer_s):
+            model, images = self.models.choose(form.model), self._images(form)
             if len(images) != 1:
                 raise RefusedError(422, f"the request has {len(images)} images; send one to explain")
-            model = self.models.choose(form.model)
-            made = await self.models.explain(model, images[0], form.caption, form.head, form.attribution)
+            made = await self.models.explain(model, images[0], form.caption, form.head)
         found = cast("Explanation", made.result)
         return ExplainAnswer(
             model=_entry(model, made),
             caption=found.caption,
             words=list(found.words),
             grid=found.grid,
-            attention=_rows(found.attention),
-            attribution=None if found.attribution is None else _rows(found.attribution),
-            steps=found.steps,
-            gap=round(found.gap, 6),
+            attention=np.nan_to_num(found.attention.astype(float), posinf=0, neginf=0).round(6).tolist(),
         )
 
     async def list_models(self) -> ModelsAnswer:
@@ -135,34 +118,21 @@ class Server:
         async with _deadline(self.limits.answer_s):
             return ModelsAnswer(default=self.models.default, models=await self.models.describe())
 
-    def _images(self, form: RequestForm) -> list[ImageFile]:
+    def _images(self, form: RequestForm) -> list[bytes]:
         """The image files of a request. Raises RefusedError."""
-        count, limits = len(form.images) + len(form.uris), self.limits
+        count, limits = len(form.images), self.limits
         if count < 1:
             raise RefusedError(422, "the request has no image; send one or more")
         if count > limits.images:
             raise RefusedError(413, f"the request has {count} images, more than {limits.images}; send fewer")
-        if form.uris and not self.uri_roots.roots:
-            raise RefusedError(422, "uris are not enabled on this server; send the bytes of the images")
-        images = []
         for number, data in enumerate(form.images):
             if len(data) > limits.image_bytes:
                 raise RefusedError(413, f"image {number} has {len(data)} bytes, more than {limits.image_bytes}")
-            images.append(ImageFile(f"image {number}", data))
-        for number, uri in enumerate(form.uris):
-            refusal = f"uris.{number} is not a readable image of this server"  # the same for every reason
-            try:
-                data = self.uri_roots.read(uri)
-            except BadImage:
-                raise RefusedError(422, refusal) from None
-            if len(data) > limits.image_bytes:
-                raise RefusedError(422, refusal)
-            images.append(ImageFile(f"image {len(images)}", data, refusal))
-        return images
+        return form.images
 
     async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
         """Counts an answer and its time, adds headers, and turns a failure into one sentence."""
-        begin, status = time.monotonic(), 499  # of a client that has gone
+        begin, status = time.monotonic(), 499  # 499 is counted if the client has gone
         paths = {getattr(route, "path", "") for route in request.app.routes}
         path = request.url.path if request.url.path in paths else "other"
         try:
@@ -183,7 +153,7 @@ class Server:
 
 @asynccontextmanager
 async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """A block that ends with RefusedError after a number of seconds."""
+    """Ends a `with` block with RefusedError after a number of seconds."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -194,8 +164,9 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> FastAPI:
     """The ASGI application of a server.
 
-    captioners: by the name of the model; the first is the default. token: that requests must have; None for any client.
-    A server without a token that is `loopback_only` answers only to its names there.
+    captioners: by the name of the model; the first is the default. token: every request must have it; without a token
+    any client is answered. A server that listens only on the loopback interface and has no token refuses requests
+    whose Host header is another name, so that no web page can reach it through a name of its own.
     """
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
     server = Server(captioners, arguments, token)
@@ -203,7 +174,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
     page_headers = {"Content-Security-Policy": content_security_policy(html)}
 
     async def healthz() -> dict[str, str]:
-        """Whether the server answers."""
+        """Tells that the server answers."""
         return {"status": "ok"}
 
     async def metrics_text() -> Response:
@@ -211,7 +182,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def index() -> Response:
-        """The page, which holds no data of the server and needs no token."""
+        """The page. It needs no token, because it contains no data of the server."""
         return HTMLResponse(html, headers=page_headers)
 
     closed: Values = {
@@ -252,11 +223,6 @@ def refuse(_: Request, error: Exception) -> Response:
 
 def _entry(model: str, made: Made) -> ModelEntry:
     return ModelEntry(name=model, bundle=made.info.bundle, digest=made.info.digest)
-
-
-def _rows(array: np.ndarray) -> list[list[float]]:
-    """(W, N) as JSON values with 6 significant digits. A number that is not finite becomes 0."""
-    return [[float(f"{value:.6g}") for value in row] for row in np.nan_to_num(array, posinf=0, neginf=0).tolist()]
 
 
 def content_security_policy(html: str) -> str:

@@ -1,34 +1,33 @@
-"""The folder of an exported captioner, for a runtime without raycap and PyTorch.
+"""Writes the folder of an exported captioner, which captions images without raycap and PyTorch.
 
-encoder.onnx      images or features to what the decoder needs (`models.convert.export_graphs.EncoderGraph`)
-decoder.onnx      one step of the decoder (`models.convert.export_graphs.StepGraph`)
-captioner.json    inputs, search and rules, ids of special tokens, and the SHA-256 of each other file
-vocabulary.json   {"joining": J, "words": [...]}: the text of each token in the order of their ids
+encoder.onnx      computes from images or features what the decoder needs (`export_graphs.EncoderGraph`)
+decoder.onnx      computes one step of the decoder (`export_graphs.StepGraph`)
+captioner.json    the inputs, the search and its rules, the ids of special tokens, and the SHA-256 of each other file
+vocabulary.json   {"joining": HOW, "words": [...]}: the text of each token in the order of the ids
 
-In PyTorch's format, the graphs are encoder.pt2 and decoder.pt2. Weights of more than 1 GiB are in a file beside their
-ONNX graph, encoder.onnx.data.
+Weights of more than 1 GiB are in a file beside their graph, encoder.onnx.data.
 
-J says how texts are joined to a caption: "spaces" between all; "scripts", as well, but not beside the tokens whose ids
-are under "without_space"; "bytes", where each character of a text is one byte (Latin-1) of UTF-8.
+HOW tells how the texts of tokens become a caption:
+"spaces"    a space is between all texts;
+"scripts"   the same, but there is none before and after the tokens whose ids are listed under "without_space";
+"bytes"     the texts are joined without spaces. Each of their characters is one byte (Latin-1) of UTF-8.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 from raycap.models.convert.export_graphs import EncoderGraph, GraphTensor, StepGraph
 from raycap.pipeline.data.language.subwords import piece_bytes
@@ -44,23 +43,14 @@ from raycap.pipeline.storage.digests import file_digest
 FORMAT = 1
 GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
-BATCHES = ((1, 4), (3, 5))  # numbers of images, and of image tokens for models of features, that are compared
+# The comparison's batches: the number of images, and of image tokens for a model of features.
+BATCHES = ((1, 4), (3, 5))
 BEAMS, STEPS = 3, 5
-# Largest differences of a good export: rounding in another order, and for float16 rounding itself.
+# The largest differences of a correct export. In float32, products are rounded in another order.
 TOLERANCES = {"float32": 1e-3, "float16": 0.5}
-MAX_EMBEDDED_BYTES = 2**30  # of weights in a graph's file, which has at most 2 GiB; larger ones have their own file
+MAX_EMBEDDED_BYTES = 2**30  # Larger weights have their own file, because ONNX limits a graph's file to 2 GiB.
 INT32 = 6  # ONNX's number of the type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-
-
-@dataclass(frozen=True)
-class ExportSettings:
-    """The format, the precision and, for ONNX, the opset of an export. source: the SHA-256 of the bundle's files."""
-
-    format: Literal["onnx", "torch"] = "onnx"
-    precision: Literal["float32", "float16"] = "float32"
-    opset: int = 20
-    source: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,47 +64,45 @@ class Differences:
         return f"{self.memory:.1e} in the encoder's result and {self.log_probs:.1e} in log-probabilities"
 
 
-def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> Differences | None:
-    """Writes the folder atomically, and compares its graphs with the model.
+def export_captioner(
+    bundle: Bundle,
+    folder: Path,
+    *,
+    precision: Literal["float32", "float16"] = "float32",
+    opset: int = 20,
+    source: Mapping[str, str] = {},
+) -> Differences:
+    """Writes the folder atomically, and returns how much its graphs differ from the model.
 
-    The result is None if nothing can run the graphs. Raises UserError for a model that cannot be exported, and
-    JobFailedError for graphs that differ from the model. In both cases nothing is written.
+    source: the SHA-256 of the bundle's files, for captioner.json. Raises UserError for a model that cannot be exported,
+    and JobFailedError for graphs that differ from the model. In both cases nothing is written.
     """
     with atomic_folder(folder) as temporary:
         captioner = bundle.captioner
-        if settings.precision == "float16":
+        if precision == "float16":
             captioner = copy.deepcopy(captioner).half()
         try:
             encoder = EncoderGraph(captioner)
         except ValueError as error:
             raise UserError(str(error)) from error
         step = StepGraph(encoder)
-        is_onnx = settings.format == "onnx"
-        encoder_path, step_path = (temporary / f"{name}.{'onnx' if is_onnx else 'pt2'}" for name in GRAPHS)
-        if is_onnx:
-            write_graph(encoder_path, encoder, encoder.inputs(), [each.name for each in step.memory], settings.opset)
-            write_graph(step_path, step, step.inputs(), step.output_names, settings.opset)
-        else:
-            write_program(encoder_path, encoder, encoder.inputs())
-            write_program(step_path, step, step.inputs())
+        paths = [temporary / f"{name}.onnx" for name in GRAPHS]
+        write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory], opset)
+        write_graph(paths[1], step, step.inputs(), step.output_names, opset)
         (temporary / "vocabulary.json").write_text(dump(describe_words(bundle.vocabulary)), encoding="utf-8")
         content = describe(bundle, encoder) | {
-            "graphs": settings.format,
-            "precision": settings.precision,
-            "opset": settings.opset if is_onnx else None,
-            "source": dict(settings.source),
+            "precision": precision,
+            "opset": opset,
+            "source": dict(source),
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         (temporary / "captioner.json").write_text(dump(content), encoding="utf-8")
-        if is_onnx and importlib.util.find_spec("onnxruntime") is None:
-            return None
-        run = onnx_graph if is_onnx else torch_program
-        exported, cache = (run(encoder_path), run(step_path)), step.cache
+        cache = step.cache
         if captioner is not bundle.captioner:
             encoder = EncoderGraph(bundle.captioner)
             step = StepGraph(encoder)
-        differences = compare_graphs(encoder, step, exported, cache)
-        if max(differences.memory, differences.log_probs) > TOLERANCES[settings.precision]:
+        differences = compare_graphs(encoder, step, [onnx_graph(path) for path in paths], cache)
+        if max(differences.memory, differences.log_probs) > TOLERANCES[precision]:
             raise JobFailedError(
                 f"the exported graphs differ from the model by up to {differences}; nothing was written"
             )
@@ -124,17 +112,18 @@ def export_captioner(bundle: Bundle, folder: Path, settings: ExportSettings) -> 
 def write_graph(
     path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str], opset: int
 ) -> None:
-    """Writes a graph of tensors to tensors, with the weights; large ones go to a file beside it, with `.data` added.
+    """Writes a module from tensors to tensors as an ONNX graph with its weights.
 
-    The TorchScript exporter is not used, because it takes what depends on sizes for constants. Raises UserError for
-    what the exporter cannot translate.
+    Large weights go to a file beside the graph, whose name has `.data` added. torch's older exporter (TorchScript) is
+    not used, because it would turn values that depend on the inputs' sizes into constants. Raises UserError if the
+    exporter cannot translate the module.
     """
     import onnx_ir.passes.common
 
-    for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # which report their progress
+    for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # they would log their progress
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of names of dimensions
+        warnings.simplefilter("ignore")  # about the names of dimensions
         try:
             program = torch.onnx.export(
                 graph,
@@ -142,7 +131,7 @@ def write_graph(
                 input_names=[each.name for each in inputs],
                 output_names=list(output_names),
                 opset_version=opset,
-                dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # of one argument, `*inputs`
+                dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # `forward` has one argument, `*inputs`
                 custom_translation_table=_translations(),
                 dynamo=True,
                 verbose=False,
@@ -151,24 +140,24 @@ def write_graph(
             cause = error.__cause__ or error
             raise UserError(
                 f"{path.name} cannot be exported with opset {opset} ({type(cause).__name__}: {one_line(cause)}); try "
-                "another --opset, or --format torch"
+                "another --opset"
             ) from error
         assert program is not None
-        # The exporter adds to each node where it was called, with the paths of this machine.
+        # The exporter adds stack traces to the nodes, which contain paths of this machine.
         onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
         weights = sum(each.numel() * each.element_size() for each in graph.state_dict().values())
         program.save(str(path), external_data=weights > MAX_EMBEDDED_BYTES)
 
 
 def _translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """Operations of PyTorch for which the exporter has no translation."""
+    """Translations for operations of PyTorch that the exporter lacks."""
     import onnxscript
 
     op: Any = onnxscript.opset18
 
     def stable_sort(values: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
-        """TopK, which puts equal values in the order of their indices."""
-        if values.dtype.name in ("BOOL", "UINT8"):  # which onnxruntime does not sort
+        """ONNX's TopK over all values. It keeps equal values in the order of their indices, as a stable sort does."""
+        if values.dtype.name in ("BOOL", "UINT8"):  # onnxruntime does not sort these
             values = op.Cast(values, to=INT32)
         length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
         return op.TopK(values, length, axis=dim, largest=descending, sorted=True)
@@ -179,20 +168,8 @@ def _translations() -> dict[Callable[..., object], Callable[..., object]]:
     return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}
 
 
-def write_program(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor]) -> None:
-    """Writes a program of torch.export, with the weights."""
-    arguments = tuple(each.example for each in inputs)
-    shapes = (tuple(dict.fromkeys(each.dims, Dim.DYNAMIC) for each in inputs),)  # of one argument, `*inputs`
-    with torch.no_grad():
-        program = torch.export.export(graph, arguments, dynamic_shapes=shapes, strict=False)
-    for module in program.graph_module.modules():  # a block without autocast is a graph of its own
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            node.meta.pop("stack_trace", None)  # with the paths of this machine
-    torch.export.save(program, path)
-
-
 def onnx_graph(path: Path) -> Graph:
-    """The ONNX graph in a file as a function of the inputs in its order, on the CPU."""
+    """The function that runs the ONNX graph in a file on the CPU. It takes the graph's inputs in their order."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -202,20 +179,8 @@ def onnx_graph(path: Path) -> Graph:
     return lambda inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
-def torch_program(path: Path) -> Graph:
-    """The program in a file as a function of the inputs in its order."""
-    # Tracing guards numbers of rows that differ in its examples; one beam per image has equal ones.
-    program = torch.export.load(path).module(check_guards=False)
-
-    @torch.no_grad()
-    def run(inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [each.numpy() for each in program(*map(torch.from_numpy, inputs))]
-
-    return run
-
-
 def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
-    """The content of captioner.json that does not depend on the format of the graphs, as JSON values."""
+    """The part of captioner.json that describes the model: its inputs, its search and its tokens."""
     sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
     search = bundle.search
     image = features = None
@@ -236,12 +201,14 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
             "max_length": min(search.max_length, sizes.max_positions),
             "ranking": search.ranking,
             "collapse_repeats": search.collapse_repeats,
+            "max_positions": sizes.max_positions,
             **{key: asdict(search.decoding)[key] for key in RULES},
         },
-        "max_positions": sizes.max_positions,
-        "tokens": {"sos": sizes.sos, "eos": sizes.eos, "pad": sizes.pad, "unk": vocabulary.ids[UNK]},
-        "open_endings": list(score_rules(search, vocabulary).open_endings),
-        "tokenizer": vocabulary.tokenizer,
+        "tokens": {
+            **{name: getattr(sizes, name) for name in ("sos", "eos", "pad")},
+            "unk": vocabulary.ids[UNK],
+            "open_endings": list(score_rules(search, vocabulary).open_endings),
+        },
     }
 
 
@@ -251,7 +218,7 @@ def describe_words(vocabulary: Vocabulary) -> dict[str, object]:
     if vocabulary.subwords is not None:
         return {"joining": "bytes", "words": [piece_bytes(word).decode("latin-1") for word in words]}
     parts = TOKENIZERS[vocabulary.tokenizer].parts
-    # the second of two tokens has a space before it, unless the script of the token has no spaces
+    # Joining a token with itself shows whether its script is written with spaces.
     without_space = [number for number, word in enumerate(words) if parts([word, word])[1] == word]
     if without_space:
         return {"joining": "scripts", "words": words, "without_space": without_space}
@@ -265,10 +232,10 @@ def dump(content: Mapping[str, object]) -> str:
 def compare_graphs(
     encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph], exported_cache: Sequence[GraphTensor]
 ) -> Differences:
-    """The differences between a captioner's graphs in PyTorch and the exported encoder and step.
+    """Runs an encoder and several steps in PyTorch and as exported graphs, and returns how much the results differ.
 
-    exported_cache: the step's cache with examples in the precision of the export. A NaN counts as infinite. The inputs
-    are drawn by torch's default generator.
+    The inputs are random (torch's default generator). exported: the graphs of the encoder and the step. exported_cache:
+    the step's cache, with examples in the precision of the export.
     """
     of_memory, of_log_probs = [0.0], [0.0]
     with torch.no_grad():
@@ -291,11 +258,12 @@ def compare_graphs(
 
 
 def _empty(cache: Sequence[GraphTensor], images: int) -> list[Tensor]:
-    """The cache before the first step."""
+    """The tensors of the cache before the first step, which contain no token."""
     shapes = ([0 if dim in each.dims else size for dim, size in enumerate(each.example.shape)] for each in cache)
     return [each.example.new_zeros(images, *shape[1:]) for each, shape in zip(cache, shapes, strict=True)]
 
 
 def _difference(tensor: Tensor, exported: np.ndarray) -> float:
+    """The largest absolute difference of two arrays. A NaN counts as infinite."""
     largest = float(np.abs(tensor.numpy().astype(np.float64) - exported.astype(np.float64)).max())
     return math.inf if math.isnan(largest) else largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WithJsonSchema
@@ -16,25 +16,23 @@ from raycap.pipeline.serving.settings import Limits
 
 MAX_CAPTION = 1000  # characters of a caption to explain
 MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its files
-MAX_JSON_VALUES = 20_000  # a value of 2 bytes takes 50 or more when it is parsed
+MAX_JSON_VALUES = 20_000  # parsing needs 50 bytes or more for a value that has 2 in the body
 
 
 def _image_bytes(value: object) -> object:
-    """The content of an image file, which JSON holds as base64."""
+    """Decodes the base64 of an image file in JSON. Other values are left as they are."""
     return base64.b64decode(value, validate=True) if isinstance(value, str) else value
 
 
 ImageBytes = Annotated[
     bytes, BeforeValidator(_image_bytes), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
 ]
-Uri = Annotated[str, Field(max_length=4096, description="A path or s3:// URI below a prefix of --allow-uri.")]
 
 
 class RequestForm(BaseModel, extra="forbid"):
-    """What all requests have. images: the content of image files, in JSON as base64."""
+    """The fields of all requests. images: the contents of image files; in JSON they are base64."""
 
     images: list[ImageBytes] = []
-    uris: list[Uri] = []
     model: str | None = Field(None, max_length=64, description="The model's name; by default the server's first model.")
 
 
@@ -42,13 +40,11 @@ Form = TypeVar("Form", bound=RequestForm)
 
 
 class CaptionForm(RequestForm):
-    """The body of POST /caption. Values that are not given are the model's."""
+    """The body of POST /caption. The model's own values are used for those that are not given."""
 
     beam_size: int | None = Field(None, ge=1)
     num_results: int = Field(1, ge=1, description="Captions per image.")
     max_length: int | None = Field(None, ge=3, le=10_000, description="Tokens per caption, with begin and end.")
-    precision: Literal["float32", "bfloat16"] | None = None
-    confidence: bool = Field(True, description="Whether the answer has confidences, for models that have them.")
 
 
 class ExplainForm(RequestForm):
@@ -56,7 +52,6 @@ class ExplainForm(RequestForm):
 
     caption: str | None = Field(None, max_length=MAX_CAPTION, description="By default the model's best caption.")
     head: int | None = Field(None, ge=0, le=1000, description="Of the last decoder layer; by default the mean of all.")
-    attribution: bool = Field(False, description="Also integrated gradients, which take minutes.")
 
 
 class RankedEntry(BaseModel):
@@ -75,7 +70,7 @@ class CaptionEntry(RankedEntry):
 
 
 class ModelEntry(BaseModel):
-    """What made an answer: the name by which it is served, its bundle's name, and the digest of its weights."""
+    """The model that made an answer. bundle: the name of its bundle. digest: of its weights."""
 
     name: str
     bundle: str
@@ -88,16 +83,13 @@ class CaptionAnswer(BaseModel):
 
 
 class ExplainAnswer(BaseModel):
-    """The maps have one row for each word, over the grid of rows x columns image tokens, row by row."""
+    """Where the model looked. grid: rows and columns of image tokens. attention: for each word a number per token."""
 
     model: ModelEntry
     caption: str
     words: list[str]
     grid: tuple[int, int]
     attention: list[list[float]]
-    attribution: list[list[float]] | None
-    steps: int
-    gap: float
 
 
 class ModelsAnswer(BaseModel):
@@ -110,20 +102,19 @@ class Error(BaseModel):
 
 
 def described_body(form: type[RequestForm]) -> dict[str, object]:
-    """The OpenAPI description of a body, as JSON or as multipart files."""
+    """The OpenAPI description of a body that is JSON, or multipart with image files."""
     described = form.model_json_schema()
-    fields = {name: each for name, each in described["properties"].items() if name != "uris"}
     files = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
-    multipart = described | {"properties": fields | {"images": files}, "required": ["images"]}
+    multipart = described | {"properties": described["properties"] | {"images": files}, "required": ["images"]}
     contents = {"multipart/form-data": {"schema": multipart}, "application/json": {"schema": described}}
     return {"requestBody": {"required": True, "content": contents}}
 
 
 async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
-    """The form in a body, which is JSON, or multipart with images as files, whatever their fields' names.
+    """Reads the form in a body, which is JSON or multipart. The names of multipart fields with files do not matter.
 
-    Raises RefusedError for another body, before more than `body_bytes` are in memory, and after `body_s`; and
-    starlette's HTTPException for a multipart body that its parser refuses.
+    Raises RefusedError for any other body, for one that is larger than `body_bytes` (before more is in memory), and for
+    one that takes longer than `body_s`. Raises starlette's HTTPException if the multipart parser refuses the body.
     """
     left = limits.body_bytes
 

@@ -1,4 +1,4 @@
-"""The model in a captioning process: how it is loaded, batches of requests, and its replacement by a new champion."""
+"""The model in a captioning process: it is loaded, captions batches of images, and is replaced by a new champion."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import ModelSource, StoredBundle
+from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.address import ModelAddress, weights_digest, without_backbone
+from raycap.pipeline.serving.address import ModelAddress, without_backbone
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
-    """A request that is refused. status: of HTTP. The message is one sentence, which the client sees.
+    """A request is refused. status: of the HTTP answer. message: one sentence for the client.
 
-    retry_after_s: after which the client may try again; None if that would change nothing.
+    retry_after_s: seconds after which the client may try again; None if the same request would be refused again.
     """
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
@@ -47,10 +47,10 @@ class ModelInfo:
     """What callers may know of a model.
 
     bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
-    system: such as expansionnet_v2. image_size: the side in pixels to which images are resized. keep_aspect: whether
-    they keep their aspect ratio and lose their ends. crop_share: of the sides that remain. device: cpu or cuda.
-    precision: float32 or bfloat16. beam_size, max_length: of its search by default. has_confidence: whether captions of
-    this search have a confidence.
+    system: such as expansionnet_v2. image_size: the side in pixels of the square that the model sees. keep_aspect: if
+    true, images keep their aspect ratio and the ends of the longer side are cut off. crop_share: the fraction of the
+    resized image's side that remains after the crop. device: cpu or cuda. precision: float32 or bfloat16. beam_size,
+    max_length: of its own search. has_confidence: true if captions of this search have a confidence.
     """
 
     bundle: str
@@ -69,12 +69,11 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Search:
-    """The search of a request; None for the model's values. Images with equal searches share a batch."""
+    """The search that a request asks for. None means the model's own value. Equal searches share a batch."""
 
     beam_size: int | None = None
     num_results: int = 1
     max_length: int | None = None
-    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class ImageJob:
 
 @dataclass(frozen=True)
 class Made:
-    """A result, and what made it. batch_size: the images of its forward pass; batch_index: its place there."""
+    """A result, and the model that made it. batch_size: images in its forward pass. batch_index: its place there."""
 
     result: ImageCaption | Explanation
     info: ModelInfo
@@ -96,12 +95,12 @@ class Made:
     batch_index: int = 0
 
 
-Answer = Made | RefusedError | None  # None for pixels of another transform than that of the model
+Answer = Made | RefusedError | None  # None if the image was resized for another model, so that it must be sent again
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that captions images. options: of the storage where it was."""
+    """A model that captions images. options: how the storage that it came from is reached."""
 
     service: CaptionService
     info: ModelInfo
@@ -117,7 +116,7 @@ class LoadedModel:
         given = {"beam_size": search.beam_size, "max_length": search.max_length}
         changes = {key: value for key, value in given.items() if value is not None}
         settings = self.service.changed_search(changes, search.num_results)
-        return self.service.caption(self.normalized(pixels), settings, search.precision)
+        return self.service.caption(self.normalized(pixels), settings)
 
 
 def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
@@ -134,20 +133,15 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
     return load_source(address.resolve(), settings, address)
 
 
-def load_source(
-    source: ModelSource, settings: Mapping[str, Any], address: ModelAddress, digest: str = ""
-) -> LoadedModel:
-    """The model of a source. Raises UserError.
-
-    address: of the source, for messages. digest: of its weights, which a stored bundle may leave out.
-    """
+def load_source(source: ModelSource, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
+    """Loads a model that captions images. address: named in messages. Raises UserError for another bundle."""
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(without_backbone(address.text))
     service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
-        digest=digest or weights_digest(cast("StoredBundle", source)),
+        digest=bundle.digest[:16],
         system=model.config.name,
         vocabulary_size=model.sizes.vocabulary_size,
         image_size=transform.image_size,
@@ -163,23 +157,21 @@ def load_source(
 
 
 class ModelHost:
-    """Captions batches with the model `current`, which a new champion replaces between two batches.
+    """Captions batches with the model `current`. A new champion replaces it between two batches.
 
-    source: the bundle of the model. settings: of a `CaptionService`. `failure` says why the last look at the champion
-    failed, after which the current model may be older than the champion.
+    source: the bundle of the model. settings: of a `CaptionService`. failure: why the last look at the champion failed,
+    or "". After a failure, the current model may be older than the champion.
     """
 
-    def __init__(
-        self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any], digest: str = ""
-    ) -> None:
+    def __init__(self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any]) -> None:
         self.address, self.source, self.settings, self.failure = address, source, settings, ""
-        self.current = warm(load_source(source, settings, address, digest))
+        self.current = warm(load_source(source, settings, address))
 
     def look(self) -> bool:
-        """Loads the champion if it is another one, also after a rollback. Returns whether it took over.
+        """Loads the champion if it differs from the current model. Returns True if it has replaced the model.
 
-        If it cannot be read or loaded, the current model stays, the reason is logged once, and the next look tries
-        again.
+        If the champion cannot be read or loaded, the current model stays, and the next look tries again. Each reason is
+        logged once.
         """
         try:
             found = self.address.resolve()
@@ -198,15 +190,15 @@ class ModelHost:
         return is_new
 
     def follow(self, interval_s: float) -> None:
-        """Looks every `interval_s` seconds, until the process ends."""
+        """Calls `look` every `interval_s` seconds until the process ends."""
         while True:
             time.sleep(interval_s)
             self.look()
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
-        """The captions of each image, by one model. Images with equal searches share a forward pass.
+        """The captions of each image, all by one model. Images with equal searches share a forward pass.
 
-        A failure of one pass refuses only its images.
+        If a pass fails, only its images are refused.
         """
         current = self.current
         answers: list[Answer] = [None] * len(jobs)
@@ -223,7 +215,7 @@ class ModelHost:
                 made = [RefusedError(422, one_line(error))] * len(indices)
             except torch.OutOfMemoryError as error:
                 logger.warning(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
-                traceback.clear_frames(error.__traceback__)  # they refer to tensors
+                traceback.clear_frames(error.__traceback__)  # the frames keep tensors alive
                 torch.cuda.empty_cache()
                 made = [RefusedError(503, SHORT_OF_MEMORY, 1)] * len(indices)
             except Exception as error:
@@ -233,10 +225,8 @@ class ModelHost:
                 answers[index] = answer
         return answers
 
-    def explain(
-        self, jobs: Sequence[ImageJob], caption: str | None, head: int | None, attribution: bool
-    ) -> list[Answer]:
-        """Where the model looks for each word of a caption (None for its own) of one image."""
+    def explain(self, jobs: Sequence[ImageJob], caption: str | None, head: int | None) -> list[Answer]:
+        """Where the model looks in one image for each word of a caption. If `caption` is None, it makes one."""
         current, (job,) = self.current, jobs
         if job.transform != current.service.transform:
             return [None]
@@ -244,13 +234,13 @@ class ModelHost:
         if caption is None:
             caption = current.service.caption(pixels)[0].caption or ""
         try:
-            return [Made(current.service.explain(pixels[0], caption, head, attribution), current.info)]
+            return [Made(current.service.explain(pixels[0], caption, head, with_attribution=False), current.info)]
         except UserError as error:
             return [RefusedError(422, one_line(error))]
 
 
 def warm(loaded: LoadedModel) -> LoadedModel:
-    """The model after a black image, so that no request waits for what happens once."""
+    """Captions a black image and returns the model, because the first caption takes longer than the others."""
     side = loaded.info.image_size
     loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
     return loaded

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,21 @@ from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatE
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.serving.host import Answer, ImageJob, Made, RefusedError, Search
 
-MAX_ATTEMPTS = 3  # of a request whose model is replaced meanwhile
-DECODERS = 2  # images that are decoded at a time; each may need 8 bytes per pixel of the limit
+MAX_ATTEMPTS = 3  # to answer a request while its model is being replaced
+DECODERS = 2  # images that are decoded at the same time; each may need 8 bytes per pixel
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
-# Calls a method of one of the processes with a model, by the method's name: describe() gives the model's description
-# and its transform; caption(jobs), and explain(jobs, caption, head, attribution) for one job, give a list of `Answer`.
+# Calls a method of one of a model's processes. The first argument is the method's name, the others are its arguments:
+#   describe() gives the model's description and its transform,
+#   caption(jobs) gives a list of `Answer`,
+#   explain(jobs, caption, head), for a list of one job, gives a list of one `Answer`.
 # Raises RefusedError with status 503 if no process answers.
 Captioners = Callable[..., Awaitable[Any]]
 
 
 class Metrics:
-    """The counters of one server. Paths are those of its routes; others count as "other"."""
+    """The counters of one server. The label "path" is one of its routes, or "other"."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -43,25 +44,6 @@ class Metrics:
         self.batches = Histogram(
             "raycap_batch_size", "Images per forward pass.", ["model"], buckets=SIZES, registry=registry
         )
-
-
-@dataclass(frozen=True)
-class ImageFile:
-    """An image of a request. name: for messages. refusal: the sentence for any file that cannot be used."""
-
-    name: str
-    data: bytes
-    refusal: str | None = None
-
-    def resized(self, transform: ImageTransform, max_pixels: int) -> np.ndarray:
-        """The pixels (H, W, 3) uint8 for a model. Raises RefusedError."""
-        try:
-            return transform.resize(load_image(self.data, max_pixels))
-        except BadImage as error:
-            if self.refusal is not None:
-                raise RefusedError(422, self.refusal) from None
-            status = 413 if isinstance(error, OversizedError) else 415 if isinstance(error, UnknownFormatError) else 422
-            raise RefusedError(status, f"{self.name}: {error}") from None
 
 
 class ServedModels:
@@ -91,8 +73,8 @@ class ServedModels:
         description, self._transforms[model] = await self.captioners[model]("describe")
         return {"name": model} | description
 
-    async def caption(self, model: str, images: Sequence[ImageFile], search: Search) -> list[Made]:
-        """The captions of each image, all by one model, also while it is replaced. Raises RefusedError."""
+    async def caption(self, model: str, images: Sequence[bytes], search: Search) -> list[Made]:
+        """The captions of each image file, all by one model, also while it is replaced. Raises RefusedError."""
         made = await self._answers(model, images, search, "caption")
         for each in made:
             if each.batch_index == 0:
@@ -100,23 +82,21 @@ class ServedModels:
         self.metrics.images.labels(model).inc(len(made))
         return made
 
-    async def explain(
-        self, model: str, image: ImageFile, caption: str | None, head: int | None, attribution: bool
-    ) -> Made:
-        """Where the model looks in an image for each word. Raises RefusedError."""
-        return (await self._answers(model, [image], Search(), "explain", caption, head, attribution))[0]
+    async def explain(self, model: str, image: bytes, caption: str | None, head: int | None) -> Made:
+        """Where the model looks in an image file for each word. Raises RefusedError."""
+        return (await self._answers(model, [image], Search(), "explain", caption, head))[0]
 
     async def _answers(
-        self, model: str, images: Sequence[ImageFile], search: Search, method: str, *arguments: object
+        self, model: str, images: Sequence[bytes], search: Search, method: str, *arguments: object
     ) -> list[Made]:
-        """The answers of a method, all of one model. It is called again if the model is replaced meanwhile."""
+        """Calls a method for images. If two models answered parts of the request, it is called again for all images."""
         loop = asyncio.get_running_loop()
         for _ in range(MAX_ATTEMPTS):
             if model not in self._transforms:
                 await self._describe(model)
             jobs, transform = [], self._transforms[model]
-            for image in images:  # one after the other: nothing is decoded for a request that has ended
-                pixels = await loop.run_in_executor(self._threads, image.resized, transform, self.max_pixels)
+            for number, image in enumerate(images):  # one at a time, because the request may end before the last one
+                pixels = await loop.run_in_executor(self._threads, self._resized, image, number, transform)
                 jobs.append(ImageJob(pixels, transform, search))
             answers: list[Answer] = await self.captioners[model](method, jobs, *arguments)
             for answer in answers:
@@ -127,3 +107,11 @@ class ServedModels:
                 return made
             self._transforms.pop(model, None)  # the new model may have another one
         raise RefusedError(503, "the model is being replaced; try again", 1)
+
+    def _resized(self, image: bytes, number: int, transform: ImageTransform) -> np.ndarray:
+        """The pixels (H, W, 3) uint8 of an image file for a model. Raises RefusedError. number: in the request."""
+        try:
+            return transform.resize(load_image(image, self.max_pixels))
+        except BadImage as error:
+            status = 413 if isinstance(error, OversizedError) else 415 if isinstance(error, UnknownFormatError) else 422
+            raise RefusedError(status, f"image {number}: {error}") from None

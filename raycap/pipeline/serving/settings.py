@@ -18,9 +18,9 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 class Limits(BaseModel, extra="forbid", frozen=True):
     """Limits of requests.
 
-    body_bytes: of a request. image_bytes, pixels: of one image. images: per request. body_s: for a client to send its
-    request. answer_s: for the captions of a request, waiting included. queue: requests that are worked on or wait.
-    beam_size, num_results: the largest that a request may ask for.
+    body_bytes: of a request. image_bytes, pixels: of one image. images: per request. body_s: seconds in which a request
+    must arrive. answer_s: seconds in which it must be answered, waiting included. queue: number of requests that are
+    answered or wait. beam_size, num_results: the largest values that a request may ask for.
     """
 
     body_bytes: PositiveInt = 64 * 2**20
@@ -35,13 +35,12 @@ class Limits(BaseModel, extra="forbid", frozen=True):
 
 
 class ServeArguments(BaseModel, extra="forbid", frozen=True):
-    """What is served and how; a RayService gives the same as `args` of its application.
+    """What is served and how. In a RayService of Kubernetes, these are the `args` of the application.
 
-    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: between
-    two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or the range
-    [least, most]. gpus: of each process; None for one if Ray has GPUs. threads: of torch in each process. allow_uris:
-    folders and prefixes below which clients may name images. allow_attribution: whether clients may ask for integrated
-    gradients, which take minutes. insecure: whether other machines may ask without a token.
+    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: seconds
+    between two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or
+    the range [least, most]. gpus: of each process; None means 1 if Ray has GPUs, else 0. threads: of torch in each
+    process. loopback_only: only this machine can ask. insecure: other machines may ask without a token.
     """
 
     models: tuple[str, ...] = Field(min_length=1)
@@ -53,8 +52,6 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
     replicas: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
     gpus: float | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1)
-    allow_uris: tuple[str, ...] = ()
-    allow_attribution: bool = False
     loopback_only: bool = False
     insecure: bool = False
     limits: Limits = Limits()
@@ -71,10 +68,10 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
 
 
 def server_token(host: str | None, insecure: bool) -> str | None:
-    """The token of RAYCAP_SERVE_TOKEN; None without one.
+    """The token in the variable RAYCAP_SERVE_TOKEN; None if the variable is not set.
 
-    host: to which the server is bound; None in a cluster, which other machines reach. Raises UserError for a short
-    token, and without one unless only this machine can ask or `insecure` is set.
+    host: where the server listens; None in a cluster. Raises UserError for a token that is too short, and for a missing
+    one if other machines can reach the server and `insecure` is not set.
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if token is not None and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):

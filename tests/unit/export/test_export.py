@@ -16,12 +16,7 @@ import raycap.pipeline.serving.export
 from raycap.models.base import Features
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.serving.export import (
-    ExportSettings,
-    compare_graphs,
-    export_captioner,
-    onnx_graph,
-)
+from raycap.pipeline.serving.export import compare_graphs, export_captioner, onnx_graph, write_graph
 from raycap_onnx import Caption, Captioner
 from tests.conftest import ROOT
 from tests.support.exports import (
@@ -44,11 +39,12 @@ def captions_of(folder: Path, name: str, batch_size: int, **search: Any) -> tupl
         images = make_images(NUM_IMAGES)
         pixels = torch.stack([bundle.transform(image) for image in images])
         return captioner.caption(images, batch_size=batch_size, **search), Features(pixels)
-    values = make_regions(NUM_IMAGES, 5)
+    values = make_regions(name, NUM_IMAGES, 5)
     found: list[Caption] = []
     for start in range(0, NUM_IMAGES, batch_size):
-        found += captioner.caption_features(*(each[start : start + batch_size] for each in values), **search)
-    return found, Features(*map(torch.from_numpy, values))
+        batch = {key: each[start : start + batch_size] for key, each in values.items()}
+        found += captioner.caption_features(batch, **search)
+    return found, Features(*map(torch.from_numpy, values.values()))
 
 
 def assert_equal(ours: list[Caption], theirs: list[Caption]) -> None:
@@ -87,19 +83,18 @@ def test_the_folder_is_described(exported: Export) -> None:
 
 
 def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is written with other weights than the model's."""
+    """The graphs are written with other weights than the model's."""
 
-    def write_other(path: Path, graph: torch.nn.Module, inputs: Any) -> None:
+    def write_other(path: Path, graph: torch.nn.Module, *arguments: Any) -> None:
         for parameter in graph.parameters():
             parameter.data *= 1.5
-        write(path, graph, inputs)
+        write_graph(path, graph, *arguments)
         for parameter in graph.parameters():
             parameter.data /= 1.5
 
-    write = raycap.pipeline.serving.export.write_program
-    monkeypatch.setattr(raycap.pipeline.serving.export, "write_program", write_other)
+    monkeypatch.setattr(raycap.pipeline.serving.export, "write_graph", write_other)
     with pytest.raises(JobFailedError, match=r"differ from the model by up to .*; nothing was written"):
-        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out", ExportSettings("torch"))
+        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -107,8 +102,8 @@ def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.
 def test_float16(tmp_path: Path) -> None:
     """docs/export.md says that captions may differ. The tolerance is the rounding of numbers near 1 in float16."""
     bundle = make_captioner_bundle("expansionnet")
-    differences = export_captioner(bundle, tmp_path / "out", ExportSettings(precision="float16"))
-    assert differences is not None and 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
+    differences = export_captioner(bundle, tmp_path / "out", precision="float16")
+    assert 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
     assert all(each.dtype == torch.float32 for each in bundle.captioner.parameters()), "the model itself is unchanged"
     captions = Captioner(tmp_path / "out", threads=1).caption(make_images(NUM_IMAGES)[:3])
     reference, _ = captions_of(tmp_path / "out", "expansionnet", 3)
@@ -123,7 +118,7 @@ def test_weights_beyond_the_limit_of_a_graph_are_in_a_file_beside_it(
 ) -> None:
     monkeypatch.setattr("raycap.pipeline.serving.export.MAX_EMBEDDED_BYTES", 2**10)
     bundle = make_captioner_bundle("meshed memory")
-    assert export_captioner(bundle, tmp_path / "out", ExportSettings()) is not None
+    export_captioner(bundle, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"encoder.onnx.data", "decoder.onnx.data"}
     files = json.loads((tmp_path / "out" / "captioner.json").read_text())["files"]
     assert "encoder.onnx.data" in files

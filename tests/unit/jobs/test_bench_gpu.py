@@ -38,7 +38,7 @@ def rehearse(out: Path, parts: str) -> str:
 
 @pytest.mark.proof
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
-    output = rehearse(tmp_path, "training,extraction,decoding")
+    output = rehearse(tmp_path / "rows.json", "training,extraction,decoding")
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {(row["part"], row["precision"]) for row in rows} == {
         (part, precision)
@@ -46,11 +46,8 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
         for precision in ("float32", "tf32", "bfloat16")
     }
     assert {row["case"].split(",")[0] for row in rows if row["samples"]} == {stage.name for stage in STAGES}
-    assert all(row["measured"]["seconds"] > 0 for row in rows)
-    assert all(row["measured"]["operations"] > 0 for row in rows)
+    assert all(row["seconds"] > 0 for row in rows)
     assert re.search(r"the whole recipe on COCO: xe_frozen .* = [\d.]+ h", output)
-    table = (tmp_path / "table.txt").read_text()
-    assert table.splitlines()[:-1] == [line for line in output.splitlines() if line in table][:-1]
     assert output.splitlines()[-1].startswith("finished in ")
 
 

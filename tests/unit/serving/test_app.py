@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
-import shutil
 import struct
 import threading
 import time
@@ -20,11 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from starlette.testclient import TestClient
 
 import raycap
-from raycap.pipeline.data.image_sources import NOT_READABLE, UriRoots
-from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.serving.host import FAILED, RefusedError
 from raycap.pipeline.serving.settings import Limits
-from raycap.pipeline.storage.path import StoragePath
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, as_base64, as_files, host_of, local_client
 
@@ -55,7 +50,7 @@ def captioners(bundle: Path) -> LocalCaptioners:
 @pytest.fixture(scope="module")
 def client(captioners: LocalCaptioners, other: Path) -> Iterator[TestClient]:
     models = {"main": captioners, "other": LocalCaptioners(host_of(other))}
-    with local_client(models, limits=SMALL, allow_attribution=True) as opened:
+    with local_client(models, limits=SMALL) as opened:
         yield opened
 
 
@@ -76,7 +71,7 @@ def test_files_and_base64_give_the_captions_of_the_api(bundle: Path, client: Tes
         same(answer.json()["captions"], expected)
         assert answer.json()["model"] == {"name": "main", "bundle": "small", "digest": captioner.model.digest}
         assert answer.headers["cache-control"] == "no-store"
-    options = {"beam_size": 3, "num_results": 2, "max_length": 7, "precision": "float32"}
+    options = {"beam_size": 3, "num_results": 2, "max_length": 7}
     expected = captioner.caption(names[:2], beam_size=3, num_results=2, max_length=7)
     for answer in (
         client.post("/caption", files=as_files(*names[:2]), data=options),
@@ -103,21 +98,16 @@ def test_explanations_are_those_of_the_api(bundle: Path, client: TestClient, nam
     expected = captioner.explain(names[0], attribution=False)
     answer = client.post("/explain", files=as_files(names[0])).json()
     assert answer["caption"] == expected.caption and answer["words"] == list(expected.words)
-    assert answer["grid"] == [4, 4] and answer["attribution"] is None
+    assert answer["grid"] == [4, 4]
     np.testing.assert_allclose(answer["attention"], expected.attention, atol=1e-5)
-    options = {"caption": "a red cat", "attribution": True, "head": 1}
+    options = {"caption": "a red cat", "head": 1}
     answer = client.post("/explain", json={"images": as_base64(names[0])} | options).json()
-    expected = captioner.explain(names[0], caption="a red cat", head=1)
-    assert expected.attribution is not None and answer["words"] == ["a", "red", "cat"]
-    np.testing.assert_allclose(answer["attribution"], expected.attribution, atol=1e-3)
+    expected = captioner.explain(names[0], caption="a red cat", head=1, attribution=False)
+    assert answer["words"] == ["a", "red", "cat"]
+    np.testing.assert_allclose(answer["attention"], expected.attention, atol=1e-5)
     for bad in ({"caption": "cat " * 20}, {"head": 2}, {"caption": "x" * 1001}):
         answer = client.post("/explain", json={"images": as_base64(names[0])} | bad)
         assert answer.status_code == 422 and answer.json().keys() == {"error"}
-
-
-def test_attribution_is_refused_where_it_is_not_enabled(captioners: LocalCaptioners, names: list[str]) -> None:
-    answer = local_client({"main": captioners}).post("/explain", files=as_files(names[0]), data={"attribution": "1"})
-    assert answer.status_code == 422 and "attribution is not enabled" in answer.json()["error"]
 
 
 def png(width: int, height: int, level: int = 9) -> bytes:
@@ -166,7 +156,6 @@ TEXT = {"content-type": "application/json"}
         (422, "model 'x'", lambda image: {"json": {"images": [encoded(image)], "model": "x"}}),
         (422, "beam_size", lambda image: {"json": {"images": [""], "beam_size": 7}}),
         (422, "num_results", lambda image: {"json": {"images": [encoded(image)], "beam_size": 2, "num_results": 4}}),
-        (422, "uris", lambda image: {"json": {"uris": ["/etc/passwd"]}}),
         (400, "", lambda image: {"content": b"x", "headers": MULTIPART}),
         (400, "size", lambda image: {"content": part(b"m" * 20_000) + b"--x--\r\n", "headers": MULTIPART}),
         (400, "fields", lambda image: {"content": part(b"1") * 30 + b"--x--\r\n", "headers": MULTIPART}),
@@ -282,50 +271,6 @@ def test_pages_from_elsewhere_cannot_use_a_server_without_a_token(
         assert client.post("/caption", files=as_files(names[0]), headers=headers).status_code == 200, headers
     open_to_all = local_client({"main": captioners}, loopback_only=False)
     assert open_to_all.get("/models", headers={"host": "server.example"}).status_code == 200
-
-
-def test_uris_are_read_below_the_allowed_prefixes_only(
-    captioners: LocalCaptioners, names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = Path(names[0]).parent
-    (tmp_path / "link.png").symlink_to(names[0])
-    (tmp_path / "folder").symlink_to(root)
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "zero.png").symlink_to("/dev/zero")
-    os.mkfifo(tmp_path / "pipe.png")
-    (beside := tmp_path.with_name(f"{tmp_path.name}-private")).mkdir()
-    shutil.copy(names[0], beside / "a.png")
-    client = local_client({"main": captioners}, allow_uris=(str(root), str(tmp_path)))
-    assert client.post("/caption", json={"uris": [names[0], f"file://{names[1]}"]}).status_code == 200
-    answers = set()
-    below = ("link.png", "folder/0.png", "loop", "zero.png", "pipe.png", "", f"../{beside.name}/a.png")
-    elsewhere = ("/etc/passwd", str(beside / "a.png"), f"{root}/../x.png", f"{root}/none.png", f"{root}\0/0.png")
-    no_paths = ("http://127.0.0.1/x", "s3://bucket/x.png", "file:///etc/passwd", "", "~", "\\\\host\\share")
-    for uri in (*(f"{tmp_path}/{name}" for name in below), *elsewhere, *no_paths):
-        answer = client.post("/caption", json={"uris": [uri]})
-        answers.add((answer.status_code, answer.text))
-    (root / "text.png").write_text("no image")
-    answer = client.post("/caption", json={"uris": [str(root / "text.png")]})
-    answers.add((answer.status_code, answer.text))
-    assert answers == {(422, '{"error":"uris.0 is not a readable image of this server"}')}
-    assert "it is not below uri_roots" in caplog.text
-
-
-def test_images_on_s3_are_read_below_the_prefixes_only(
-    names: list[str], s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3)
-    content, roots = Path(names[0]).read_bytes(), UriRoots(["s3://data/photos"])
-    for folder in ("photos", "photos-private"):
-        StoragePath(f"s3://data/{folder}/a.png").write_bytes(content)
-    assert roots.read("s3://data/photos/a.png") == content
-    for uri in (
-        "s3://data/photos-private/a.png",
-        "s3://data/photos/none.png",
-        "s3://data/photos/../photos-private/a.png",
-    ):
-        with pytest.raises(BadImage, match=NOT_READABLE):
-            roots.read(uri)
 
 
 def test_the_page_loads_nothing_and_allows_its_own_script_only(client: TestClient) -> None:

@@ -90,7 +90,7 @@ MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such
 class Bundle:
     """A loaded bundle. `transform` is None for a model of stored features. `config` is the content of config.yaml.
 
-    confidences: one for each search with which a confidence was fitted.
+    confidences: one for each search with which a confidence was fitted. digest: the SHA-256 of the weights.
     """
 
     captioner: Captioner
@@ -98,6 +98,7 @@ class Bundle:
     transform: ImageTransform | None
     config: Values
     confidences: tuple[Confidence, ...] = ()
+    digest: str = ""
 
     def confidence(self, search: EvaluationSection) -> Confidence | None:
         """The confidence that was fitted with this search; None if there is none."""
@@ -158,11 +159,12 @@ def save_bundle(
         seal(temporary)
 
 
-def load_bundle(folder: Path) -> Bundle:
+def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
     """Reads a bundle. The captioner is on the CPU and in evaluation mode.
 
-    Raises UserError for a folder that is not a bundle, for files that differ from its digests, for another format, and
-    for parts that do not fit together.
+    digests: the SHA-256 of its files, if the caller has just compared the files with them. Without them, the files are
+    compared with digests.json. Raises UserError for a folder that is not a bundle, for files that differ from its
+    digests, for another format, and for parts that do not fit together.
     """
     from safetensors.torch import load_file
 
@@ -171,7 +173,7 @@ def load_bundle(folder: Path) -> Bundle:
 
     if missing := [name for name in REQUIRED_FILES if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
-    require_intact(folder)
+    digests = digests or require_intact(folder)
     config = read_bundle_config(folder)
     vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
     confidences = read_confidences(folder)
@@ -191,7 +193,8 @@ def load_bundle(folder: Path) -> Bundle:
     _read(path, lambda file: _require_room(parts, file))
     captioner = build_captioner(*parts)
     _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
-    return Bundle(captioner.eval(), vocabulary, transform, config, confidences)
+    digest = digests.get(path.name) or file_digest(path)
+    return Bundle(captioner.eval(), vocabulary, transform, config, confidences, digest)
 
 
 class BundleParts(NamedTuple):
@@ -373,10 +376,13 @@ def seal(folder: Path) -> None:
     write_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
 
 
-def require_intact(folder: Path) -> None:
-    """Raises UserError if a file differs from digests.json. A bundle without digests.json is not checked."""
+def require_intact(folder: Path) -> Mapping[str, str]:
+    """The SHA-256 of each file by name. Raises UserError if a file differs from digests.json.
+
+    A bundle without digests.json is not checked, and the result is empty.
+    """
     if not (folder / DIGESTS).exists():
-        return
+        return {}
     try:
         recorded = digests_in(read_regular_file(folder / DIGESTS, MAX_BYTES), str(folder / DIGESTS))
     except (DamagedError, OSError) as error:
@@ -390,6 +396,7 @@ def require_intact(folder: Path) -> None:
             raise UserError(f"{folder} lacks {name}, which is in its {DIGESTS}; {remedy}")
         if file.is_file() and recorded.get(name) != file_digest(file):
             raise UserError(f"{file} does not have the digest in {DIGESTS}: it is damaged or changed; {remedy}")
+    return recorded
 
 
 def _content(path: Path) -> bytes:
@@ -428,7 +435,7 @@ class StoredBundle:
 
     def load(self) -> Bundle:
         """The model from the storage. Raises OSError like `fetch`."""
-        return load_bundle(self.fetch())
+        return load_bundle(self.fetch(), self.digests)
 
 
 @dataclass(frozen=True)

@@ -120,16 +120,14 @@ class CaptionService:
                 for pixels in loaded:
                     yield ImageCaption(error=pixels) if isinstance(pixels, str) else next(captions)
 
-    def caption(
-        self, pixels: Tensor, search: EvaluationSection | None = None, precision: str | None = None
-    ) -> list[ImageCaption]:
+    def caption(self, pixels: Tensor, search: EvaluationSection | None = None) -> list[ImageCaption]:
         """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it."""
-        search, precision = search or self.search, precision or self.precision
+        search = search or self.search
         with self._computing, torch.no_grad():
             # no_grad and not inference mode, in which autocast would convert each weight again at every use
             confidence = self.bundle.confidence(search)
             signals: list[tuple[float, ...]] = []
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
                 captions, memory = self._search(pixels.to(self.device), search)
                 if confidence is not None:
                     signals = best_signals(self.bundle.captioner.model, memory, captions)
