@@ -357,6 +357,12 @@ def _decode_and_compute(batch: dict[str, np.ndarray], decoding: Values, **argume
     return _writer(**arguments)(decode_batch(batch, **decoding))
 
 
+@lru_cache(maxsize=1)
+def _writer(**arguments: Any) -> ShardWriter:
+    """The process's writer, which all tasks of an extraction share."""
+    return ShardWriter(**arguments)
+
+
 class ShardWriter:
     """Computes the features of a batch of images and writes them as one shard. Each process has one writer.
 
@@ -414,6 +420,3 @@ class ShardWriter:
         )
         parts, finite = zip(*computed, strict=True)
         return np.concatenate(parts), np.concatenate(finite)
-
-
-_writer = lru_cache(maxsize=1)(ShardWriter)  # the process's writer, which all tasks of an extraction share
