@@ -25,7 +25,7 @@ from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
 from raycap.pipeline.evaluation.reports.page import write_report
@@ -69,7 +69,11 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     """
     begin = time.monotonic()
     folder = prepare(config, data or find_run_data(config, address))
-    summary = folder.summary
+    try:
+        summary = folder.summary
+    except DamagedError as error:
+        logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
+        summary = None
     # A complete run may lack scores, pictures or pages that this machine can make.
     missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:

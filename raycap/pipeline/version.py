@@ -34,12 +34,12 @@ def commit() -> str:
 
 def version_lines() -> list[str]:
     """The lines of `raycap --version`. They take milliseconds, because neither torch nor Ray is imported."""
-    packages = [f"{name:<8}{_version_of(name)}" for name in ("torch", "ray")]
-    head = f"raycap  {_version_of('raycap')}"
+    packages = [f"{name:<8}{version_of(name)}" for name in ("torch", "ray")]
+    head = f"raycap  {version_of('raycap')}"
     return [head, f"commit  {commit()}", f"python  {platform.python_version()}", *packages, f"device  {_device()}"]
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
     """The version of an installed package, or that it is missing."""
     try:
         return importlib.metadata.version(package)

@@ -118,9 +118,13 @@ def _require_memory(path: Path) -> None:
 
 @contextmanager
 def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Lets this process map at most `num_bytes` in addition within the context. More raises MemoryError."""
+    """Lets this process map at most `num_bytes` in addition within the context. More raises MemoryError. Linux only."""
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
+    limit = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield

@@ -11,7 +11,6 @@ import logging
 import platform
 from collections.abc import Collection
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import write_digests
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import save_weights
-from raycap.pipeline.version import commit
+from raycap.pipeline.version import commit, version_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -134,7 +133,7 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         data_fingerprint=dataset.fingerprint(),
         results_version=RESULTS_VERSION,
         commit=commit(),
-        versions={name: version(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
+        versions={name: version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),
         unreadable=unreadable,
         sizes=sizes,

@@ -42,6 +42,9 @@ def share(size: int, index: int, count: int) -> slice:
     return slice(index * size // count, (index + 1) * size // count)
 
 
+_ENCODED: dict[tuple[str, Vocabulary], CaptionTokens] = {}  # at most one entry
+
+
 class CaptionTokens:
     """Token ids (SOS words EOS) of the captions of images, in three arrays. A caption of 12 words takes 64 bytes.
 
@@ -60,10 +63,14 @@ class CaptionTokens:
 
     @classmethod
     def of(cls, images: Dataset, vocabulary: Vocabulary) -> CaptionTokens:
-        """The captions of images. This takes about 10 s per million captions."""
-        lists = images.texts_by_image(vocabulary.tokenizer)
-        encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
-        return cls(encoded, vocabulary.pad)
+        """The captions of images. This takes about 10 s per million captions, so the last result is kept."""
+        key = images.fingerprint(), vocabulary
+        if key not in _ENCODED:
+            _ENCODED.clear()
+            lists = images.texts_by_image(vocabulary.tokenizer)
+            encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
+            _ENCODED[key] = cls(encoded, vocabulary.pad)
+        return _ENCODED[key]
 
     def __len__(self) -> int:
         return int(self.first[-1])

@@ -389,7 +389,7 @@ def require_intact(folder: Path) -> Mapping[str, str]:
         raise UserError(f"{folder / DIGESTS} cannot be read: {one_line(error)}; restore it") from error
     if not set(REQUIRED_FILES) <= recorded.keys() <= set(DIGESTED_FILES):
         raise UserError(f"{folder / DIGESTS} is damaged: it must have the digests of a bundle's files; restore it")
-    remedy = f"restore the bundle, or remove {DIGESTS} if the change is yours"
+    remedy = f"restore the bundle, remove {DIGESTS} if the change is yours, or remove it all and repeat `raycap run`"
     for name in DIGESTED_FILES:
         file = folder / name
         if name in recorded and not file.is_file():
