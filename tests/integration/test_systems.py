@@ -14,7 +14,7 @@ from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.reward import CiderDReward
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, SMALL_MODEL, STAGES, prepare_run
 

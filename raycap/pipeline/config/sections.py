@@ -408,7 +408,7 @@ class ScstSection(Section):
     sampling_dropout: bool = False
     """Sample in training mode, with the same masks of dropout with which the loss is computed."""
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
-    """{reward: weight} of the sum (`pipeline.training.rewards.stage_reward`). A reward of weight 0 is only logged."""
+    """{reward: weight} of the sum (`pipeline.training.rewards.reward`). A reward of weight 0 is only logged."""
     divide_by_deviation: bool = False
     """Divide the advantages of an image's samples by the standard deviation of their rewards."""
     kl: NonNegativeFloat = 0.0
