@@ -552,13 +552,13 @@ class WorkersSection(Section):
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
     @property
-    def bundle(self) -> dict[str, float]:
-        """The resources of each worker under Ray's names."""
+    def resources_of_worker(self) -> dict[str, float]:
+        """What each worker needs under Ray's names: its CPUs, its GPUs and `resources`."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
 
     @property
     def task_options(self) -> Values:
-        """The same resources as the options of a Ray task that takes the place of a worker."""
+        """`resources_of_worker` as options of `ray.remote`, for a task that is started instead of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
         return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
