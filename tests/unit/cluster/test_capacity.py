@@ -32,7 +32,7 @@ def test_requests_fit(nodes: list[dict[str, float]], requests: list[dict[str, fl
 
 
 def test_equal_requests_fit_exactly_when_an_assignment_exists() -> None:
-    """Compared with a search through all assignments. Bundles of a stage have one size, as raycap asks for them."""
+    """Compared with a search through all assignments. A stage's requests have one size, as raycap asks for them."""
     generator = random.Random(0)
     for _ in range(200):
         nodes = [{"CPU": generator.randint(0, 3), "GPU": generator.randint(0, 2)} for _ in range(3)]
