@@ -146,7 +146,7 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_t
     if yes:
         print(f"removed {_size(removed)} of {_size(total)}")
     elif removals:
-        print(f"{len(removals)} parts with {_size(total)}; nothing was removed, --yes removes them")
+        print(f"{len(removals)} folders with {_size(total)}; nothing was removed, --yes removes them")
     else:
         print(f"nothing to remove; unfinished runs count after {older_than} days without a change (--older-than)")
 
