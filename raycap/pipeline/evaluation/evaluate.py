@@ -49,7 +49,7 @@ from raycap.pipeline.evaluation.comparison.protocol import (
 )
 from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.confidence import find_fit, fit_split, judged_quality
-from raycap.pipeline.evaluation.results import ConstraintCounts, ImageCaption, Scores, SplitScores
+from raycap.pipeline.evaluation.results import ConstraintCounts, ImageCaption, Inputs, Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import (
     MetricScores,
     ScoreInputs,
@@ -72,21 +72,6 @@ logger = logging.getLogger(__name__)
 ALL_IMAGES = "all"  # the name for --split that selects every image
 Automata = Mapping[str, Mapping[int, "ConstraintAutomaton"]]  # by split and image id
 SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image id
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of an evaluation.
-
-    images: the images of each split that can be captioned. image_ids: the ids of all images of each split, in their
-    order. unreadable: {image id: reason} of images that are known to have no caption before the search begins. stores:
-    for each bundle the feature store that it captions, or None if it captions pixels.
-    """
-
-    images: Mapping[str, Dataset]
-    image_ids: Mapping[str, Sequence[int]]
-    unreadable: Mapping[int, str]
-    stores: tuple[StoragePath | None, ...]
 
 
 @dataclass(frozen=True)

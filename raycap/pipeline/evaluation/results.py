@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from raycap.models.decoding.constraints import ConstraintAutomaton
     from raycap.pipeline.config.sections import EvaluationSection
+    from raycap.pipeline.data.dataset import Dataset
     from raycap.pipeline.evaluation.comparison.protocol import Protocol
     from raycap.pipeline.evaluation.comparison.published import FinalRow
     from raycap.pipeline.evaluation.confidence import Confidence, Quality
-    from raycap.pipeline.evaluation.evaluate import Inputs
     from raycap.pipeline.evaluation.scores.metrics import MetricScores
     from raycap.pipeline.storage.path import StoragePath
 
@@ -242,6 +242,21 @@ class SplitScores:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""
         values = self.values | {"main_object": self.main_object, "alignment": self.alignment}
         return {f"{self.split}_{name}": value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of an evaluation.
+
+    images: the images of each split that can be captioned. image_ids: the ids of all images of each split, in their
+    order. unreadable: {image id: reason} of images that are known to have no caption before the search begins. stores:
+    for each bundle the feature store that it captions, or None if it captions pixels.
+    """
+
+    images: Mapping[str, Dataset]
+    image_ids: Mapping[str, Sequence[int]]
+    unreadable: Mapping[int, str]
+    stores: tuple[StoragePath | None, ...]
 
 
 @dataclass(frozen=True)
