@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from raycap.jobs.evaluate import EvaluatedModel, Evaluator, exit_code, find_bund
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
+from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
@@ -23,12 +24,12 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json, paired_difference
 from raycap.pipeline.evaluation.evaluate import common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
 from raycap.pipeline.evaluation.reports.tables import Rows, format_table
-from raycap.pipeline.evaluation.results import SplitScores
+from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -40,6 +41,27 @@ MAX_PICTURES = 60  # of the page
 INTERVAL_NOTE = "95 % bootstrap intervals over the images"
 COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
 METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score above differs."
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several models on one split, by the name of the model. The others are compared with the first one."""
+
+    models: Mapping[str, EvaluatedModel]
+    results: Mapping[str, SplitScores]  # `SplitScores.split` is here the name of the model
+    intervals: Intervals
+    differences: Intervals  # the first model has none
+    costs: Mapping[str, Mapping[str, float]]
+
+    @property
+    def first(self) -> str:
+        """The name of the first model."""
+        return next(iter(self.models))
+
+    @property
+    def bundles(self) -> dict[str, str]:
+        """The bundle of each model."""
+        return {name: model.name for name, model in self.models.items()}
 
 
 def compare_models(
@@ -140,61 +162,86 @@ def write_comparison(
 ) -> None:
     """Logs the comparison, and writes compare.json and, unless that fails, the page compare.html to a folder.
 
-    models: with their results on the split, of which the first one is what the others are compared with.
+    models: with their results on the split. The others are compared with the first one.
     """
-    names, first = _names(models), models[0].scores
-    results = {name: replace(each.scores[split], split=name) for name, each in zip(names, models, strict=True)}
-    intervals, differences, costs = Intervals(), Intervals(), {}
-    for (name, result), model in zip(results.items(), models, strict=True):
-        intervals[name] = _intervals(result)
-        if name != names[0]:
-            logger.info(f"\n{name} (this) and {names[0]} (other)")
-            differences[name] = compare([result], [results[names[0]]])
-        costs[name] = cost_of(model.scores.bundles[0], model.scores.search)
-        if model.scores.seconds_per_image is not None:
-            costs[name]["seconds_per_image"] = model.scores.seconds_per_image
-    columns, rows = score_table([*results.values()], with_alignment=True)
-    cost_table = _cost_table(costs)
-    logger.info(f"\n{format_table(columns, rows)}\n\n{format_table(*cost_table)}\n")
-    bundles = dict(zip(names, (model.name for model in models), strict=True))
-    content = {
-        "models": bundles,
-        "split": split,
-        "signature": first.protocol.signature,
-        "scores": {name: result.values for name, result in results.items()},
-        "intervals": {name: {k: [each.low, each.high] for k, each in row.items()} for name, row in intervals.items()},
-        "differences": {name: {key: asdict(each) for key, each in row.items()} for name, row in differences.items()},
-        "costs": costs,
-    }
+    compared = _compared(models, split)
+    table, cost_table = score_table([*compared.results.values()], with_alignment=True), _cost_table(compared.costs)
+    logger.info(f"\n{format_table(*table)}\n\n{format_table(*cost_table)}\n")
+    content = _content(compared, split)
     (place / "compare.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
     decorations = Decorations()
     with decorations.making("the page of the comparison"):
-        note = f"Means over the images with {INTERVAL_NOTE}."
-        if any("METEOR" in by_metric for by_metric in intervals.values()):
-            note += f" {METEOR_NOTE}"
-        pictures = _pictures(results, report_images(results[names[0]], images, settings.storage.options))
-        chosen = f"{len(pictures)} of {len(first[split].captions)} images"
-        page = Report(
-            title=f"{len(models)} models on {split}",
-            run_id=" / ".join(names),
-            protocol=f"{first.protocol.signature}, {first[split].signature}",
-            score_columns=columns,
-            score_rows=rows,
-            stages=[],
-            images=pictures,
-            metadata=bundles,
-            language=first.language,
-            tables=[
-                _table("Intervals", note, intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
-                _table("Differences", f"Each model minus {names[0]}, with {INTERVAL_NOTE}.", differences, "{0}"),
-                Table("Cost", COST_NOTE, *cost_table),
-            ],
-            gallery_note=f"The {chosen} on which CIDEr-D differs most between the models. The large caption and its "
-            f"score are those of {names[0]}.",
+        pictures = _pictures(
+            compared.results, report_images(compared.results[compared.first], images, settings.storage.options)
         )
-        (place / "compare.html").write_bytes(report_html(page).encode())
+        (place / "compare.html").write_bytes(report_html(_page(compared, split, pictures)).encode())
     decorations.log_failed()
     logger.info(f"comparison   {place / 'compare.html'}")
+
+
+def _compared(models: Sequence[EvaluatedModel], split: str) -> Comparison:
+    """Compares the models, and logs the differences."""
+    by_name = dict(zip(_names(models), models, strict=True))
+    results = {name: replace(model.scores[split], split=name) for name, model in by_name.items()}
+    first, *others = results
+    differences = Intervals()
+    for name in others:
+        logger.info(f"\n{name} (this) and {first} (other)")
+        differences[name] = compare([results[name]], [results[first]])
+    intervals = {name: _intervals(result) for name, result in results.items()}
+    costs = {name: _costs(model.scores) for name, model in by_name.items()}
+    return Comparison(by_name, results, intervals, differences, costs)
+
+
+def _costs(scores: Scores) -> dict[str, float]:
+    """The costs of a model (`cost_of`) and, if it has captioned the images now, its seconds per image."""
+    costs = cost_of(scores.bundles[0], scores.search)
+    seconds = scores.seconds_per_image
+    return costs if seconds is None else costs | {"seconds_per_image": seconds}
+
+
+def _content(compared: Comparison, split: str) -> Values:
+    """The content of compare.json."""
+    return {
+        "models": compared.bundles,
+        "split": split,
+        "signature": compared.models[compared.first].scores.protocol.signature,
+        "scores": {name: result.values for name, result in compared.results.items()},
+        "intervals": {
+            name: {metric: [each.low, each.high] for metric, each in by_metric.items()}
+            for name, by_metric in compared.intervals.items()
+        },
+        "differences": {name: differences_json(by_metric) for name, by_metric in compared.differences.items()},
+        "costs": compared.costs,
+    }
+
+
+def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Report:
+    """The page compare.html. pictures: of `_pictures`."""
+    first, scores = compared.first, compared.models[compared.first].scores
+    columns, rows = score_table([*compared.results.values()], with_alignment=True)
+    note = f"Means over the images with {INTERVAL_NOTE}."
+    if any("METEOR" in by_metric for by_metric in compared.intervals.values()):
+        note += f" {METEOR_NOTE}"
+    chosen = f"{len(pictures)} of {len(compared.results[first].captions)} images"
+    return Report(
+        title=f"{len(compared.models)} models on {split}",
+        run_id=" / ".join(compared.models),
+        protocol=f"{scores.protocol.signature}, {compared.results[first].signature}",
+        score_columns=columns,
+        score_rows=rows,
+        stages=[],
+        images=pictures,
+        metadata=compared.bundles,
+        language=scores.language,
+        tables=[
+            _table("Intervals", note, compared.intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
+            _table("Differences", f"Each model minus {first}, with {INTERVAL_NOTE}.", compared.differences, "{0}"),
+            Table("Cost", COST_NOTE, *_cost_table(compared.costs)),
+        ],
+        gallery_note=f"The {chosen} on which CIDEr-D differs most between the models. The large caption and its "
+        f"score are those of {first}.",
+    )
 
 
 def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Rows]:

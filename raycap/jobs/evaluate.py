@@ -23,8 +23,8 @@ from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, read_bundle_config
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.comparison.bootstrap import compare
-from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json
+from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, differences
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
@@ -40,6 +40,7 @@ from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)
 
+Differences = dict[str, dict[str, Difference]]  # by split and metric
 
 # Options of the command
 Splits = Annotated[list[str] | None, typer.Option("--split", help="A split, or all. The default is data.test_splits.")]
@@ -217,40 +218,79 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
 
     ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
     """
-    paired = _paired(ours, others)
-    scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
-    columns, rows, page_rows = scores.columns, Rows(), Rows()
-    content: Values = {
-        "models": {model.label: model.name for model in ours},
+    paired, scores = _paired(ours, others), _seed_scores(ours)
+    columns, sides = scores.columns, {"": scores}
+    if others:
+        sides["other: "] = _seed_scores(others)
+        for theirs, our in differences(_common_protocol(others), _common_protocol(ours)):
+            logger.info(f"protocol  other: {theirs}, this: {our}")
+    rows = Rows()
+    for split in scores.splits:
+        for prefix, side in sides.items():
+            rows += side.rows(split, columns, prefix)
+    if rows:
+        logger.info(f"\n{format_table(columns, rows)}\n")
+    gaps: Differences = {}
+    for split in scores.splits if others else ():
+        logger.info(split)
+        results = [[model.scores[split] for model in side] for side in (ours, paired or others)]
+        gaps[split] = compare(*results, same_runs=paired is not None)
+    content, metadata = _content(ours, scores), {"models": _bundles(ours)}
+    if others:
+        content["compared"] = _content_of_others(others, sides["other: "], gaps, same_runs=paired is not None)
+        metadata["compared with"] = _bundles(others)
+    decorations = Decorations()
+    write_summary(place, content, columns, _page_rows(sides, gaps), metadata, decorations)
+    decorations.log_failed()
+    logger.info(f"seeds        {place}")
+
+
+def _common_protocol(models: Sequence[EvaluatedModel]) -> Protocol:
+    return common_protocol([model.scores.protocol for model in models])
+
+
+def _bundles(models: Sequence[EvaluatedModel]) -> str:
+    return ", ".join(model.name for model in models)
+
+
+def _content(models: Sequence[EvaluatedModel], scores: SeedScores) -> Values:
+    """The content of scores.json without a comparison."""
+    protocol = _common_protocol(models)
+    return {
+        "models": {model.label: model.name for model in models},
         "protocol": asdict(protocol),
         "signature": protocol.signature,
         "splits": scores.to_json(),
     }
-    metadata = {"models": ", ".join(model.name for model in ours)}
-    sides = [("", scores)]
-    if others:
-        sides.append(("other: ", _seed_scores(others)))
-        metadata["compared with"] = ", ".join(model.name for model in others)
-        content["compared"] = {"models": {model.label: model.name for model in others}, "same_runs": paired is not None}
-        content["compared"]["splits"] = sides[1][1].to_json()
-        for theirs, our in differences(common_protocol([model.scores.protocol for model in others]), protocol):
-            logger.info(f"protocol  other: {theirs}, this: {our}")
+
+
+def _content_of_others(
+    others: Sequence[EvaluatedModel], scores: SeedScores, gaps: Differences, *, same_runs: bool
+) -> Values:
+    """The part of scores.json about the other system. gaps: the differences. same_runs: see `paired_difference`."""
+    return {
+        "models": {model.label: model.name for model in others},
+        "same_runs": same_runs,
+        "splits": {
+            split: entry | ({"differences": differences_json(gaps[split])} if split in gaps else {})
+            for split, entry in scores.to_json().items()
+        },
+    }
+
+
+def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
+    """The rows of the page: of each split the scores of both sides, with each model; then the differences.
+
+    sides: the system and, if it is compared, the other one, by the prefix of their rows.
+    """
+    scores = next(iter(sides.values()))
+    columns, rows = scores.columns, Rows()
     for split in scores.splits:
-        for prefix, side in sides:
-            rows += side.rows(split, columns, prefix)
-            page_rows += side.rows(split, columns, prefix) + side.rows_of_models(split, columns)
-    if rows:
-        logger.info(f"\n{format_table(columns, rows)}\n")
-    for split in scores.splits if others else ():
-        logger.info(split)
-        results = [[model.scores[split] for model in side] for side in (ours, paired or others)]
-        gaps = compare(*results, same_runs=paired is not None)
-        content["compared"]["splits"][split]["differences"] = {key: asdict(each) for key, each in gaps.items()}
-        page_rows.append((f"{split}, difference", [str(gaps.get(column, "")) for column in columns]))
-    decorations = Decorations()
-    write_summary(place, content, columns, page_rows, metadata, decorations)
-    decorations.log_failed()
-    logger.info(f"seeds        {place}")
+        for prefix, side in sides.items():
+            rows += side.rows(split, columns, prefix) + side.rows_of_models(split, columns)
+    for split, by_metric in gaps.items():
+        rows.append((f"{split}, difference", [str(by_metric.get(column, "")) for column in columns]))
+    return rows
 
 
 def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:

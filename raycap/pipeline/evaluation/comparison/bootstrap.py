@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,6 +137,11 @@ def compare(
         cells = [Spread.of(side).text(digits=4) for side in values]
         logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
     return found
+
+
+def differences_json(differences: Mapping[str, Difference]) -> dict[str, dict[str, float]]:
+    """The differences of `compare` as the reports' JSON files contain them, by metric."""
+    return {metric: asdict(difference) for metric, difference in differences.items()}
 
 
 def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
