@@ -137,15 +137,21 @@ class Captioner:
         self, tokens: np.ndarray, rows: np.ndarray, memory: dict[str, np.ndarray], cache: dict[str, Any] | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """One step (`raycap_onnx.search.Step`). The cache stays in onnxruntime's memory, which saves copies."""
-        if cache is None:  # before the first step, the sizes that grow, which have names, are 0
-            cache = {}
-            for name, each in self._cache.items():
-                sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])
-                cache[name] = _value(np.zeros((len(tokens), *sizes), KINDS.get(each.type, np.float32)))
+        if cache is None:
+            cache = self._empty_cache(len(tokens))
         given = {"tokens": tokens, "parents": rows} | memory
         values = {name: _value(each) for name, each in given.items()} | cache
         log_probs, *new = self._decoder.run_with_ort_values(None, values)
         return log_probs.numpy(), dict(zip(self._cache, new, strict=True))
+
+    def _empty_cache(self, rows: int) -> dict[str, Any]:
+        """The cache of `rows` captions before the first step."""
+        cache = {}
+        for name, each in self._cache.items():
+            # ONNX names the sizes that grow, so they are texts in `shape`. They begin at 0.
+            sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])
+            cache[name] = _value(np.zeros((rows, *sizes), KINDS.get(each.type, np.float32)))
+        return cache
 
 
 def _value(array: np.ndarray) -> Any:

@@ -107,8 +107,8 @@ def reproduce(
 
     It evaluates them on Karpathy's test split of COCO. It names missing files and where to download them. --set changes
     keys of the import, which begin with model. or backbone., and of the evaluation. The exit code is 1 when an image
-    cannot be read, when CIDEr-D differs from the printed score, and, unless --set was given, when the scores cannot be
-    compared.
+    cannot be read, when CIDEr-D differs from the published score, and, unless --set was given, when the scores cannot
+    be compared.
 
     Example: raycap reproduce /path/to/files --system expansionnet_v2
     """
@@ -122,6 +122,7 @@ def reproduce(
         raise UserError(f"{shown(folder)} has no published checkpoint; put one of these files there: {checkpoints}")
     for name in systems:
         _require_files(folder, PUBLISHED[name])
+        # raises before the first, long import if an override is wrong
         load_config(PUBLISHED[name].path, _evaluation_overrides(name, folder, out / name, set_ or ()))
     return max(_reproduce(name, folder, out / name, set_ or (), address) for name in systems)
 
@@ -200,6 +201,6 @@ def _compare(published: Published, scores: Values, *, must_be_comparable: bool) 
         return not must_be_comparable
     gap = gaps["CIDEr-D"]
     if gap is None or abs(gap) > TOLERANCE:
-        logger.warning(f"CIDEr-D differs from the printed score by more than {TOLERANCE}")
+        logger.warning(f"CIDEr-D differs from the published score by more than {TOLERANCE}")
         return False
     return True

@@ -89,7 +89,8 @@ def check_resources(config: RunConfig, address: str | None) -> None:
         return  # a cluster may grow, and for a Ray that runs `start_ray` checks its resources
     import torch
 
-    # Ray may be given more CPUs than the machine has cores. It starts a process for each.
+    # Ray accepts more CPUs than the machine has cores, but starts a process for each. The limit refuses numbers that
+    # cannot be meant.
     most = {"CPU": MAX_CPUS_PER_CORE * (os.cpu_count() or 1), "GPU": torch.cuda.device_count()}
     available = dict.fromkeys(config.workers.resources, math.inf) | most
     for stage in LARGEST:

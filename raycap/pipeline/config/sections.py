@@ -429,8 +429,8 @@ class ScstSection(Section):
     def signature(self) -> str:
         """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation knows one
-        metric only. If there are other rewards, `|reward:...` has all weights and holds in its place.
+        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation can name
+        CIDEr-D only. With other rewards, `|reward:...` lists all weights, and the part about CIDEr-D does not hold.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
@@ -558,7 +558,7 @@ class WorkersSection(Section):
 
     @property
     def task_options(self) -> Values:
-        """The same resources as the options of a Ray task that takes the place of a worker."""
+        """The resources of a worker as options of `ray.remote`, for a task that is started instead of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
         return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}

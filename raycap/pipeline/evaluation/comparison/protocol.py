@@ -71,6 +71,7 @@ class Protocol:
 
 
 def _models(count: int) -> str:
+    """The number of models in words; 0 stands for an ensemble of unknown size."""
     return {0: "an ensemble", 1: "one model"}.get(count, f"an ensemble of {count}")
 
 
