@@ -394,6 +394,7 @@ class RunDriver:
         validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
         stage = folder.delivered()
         why = "the last, as deliver says" if self.config.deliver == "last" else "the best in training's validations"
+        choice = f" (stage {stage.name}: {why})" if stage is not None and len(self.config.stages) > 1 else ""
         lines = [
             "",
             format_table(*score_table(scores.splits)),
@@ -402,7 +403,7 @@ class RunDriver:
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}{'' if stage is None else f' (stage {stage.name}: {why})'}",
+            f"model        {bundle}{choice}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
@@ -415,6 +416,12 @@ class RunDriver:
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,
         }
+        if checkpoints := list(
+            folder.path.glob("stages/*/step-*")
+        ):  # of a worker that was killed while it removed them
+            for checkpoint in checkpoints:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            folder.push("stages")
         write_json(folder.path / "COMPLETE.json", summary)
         folder.push("COMPLETE.json")
         logger.info(summary["table"])
