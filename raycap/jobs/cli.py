@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # so that each line is in a log file as soon as it is printed, and that names that are not UTF-8 are escaped
+            # A log file then has each line as soon as it is printed, and names that are not UTF-8 are escaped.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     forget_all()

@@ -373,7 +373,7 @@ class OptimizerSection(Section):
     backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
     """In end-to-end stages the backbone's learning rate is the stage's times this factor."""
     layer_decay: Share = 1.0
-    """In end-to-end stages a layer of the backbone has this factor once for itself and once for each layer above it."""
+    """In end-to-end stages the rate of a backbone's layer is multiplied by this once, and once more per layer above."""
 
 
 class PlateauSection(Section):
@@ -430,7 +430,7 @@ class ScstSection(Section):
         """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
         Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation knows one
-        metric only. If there are other rewards, `|reward:...` has all weights and holds in its place.
+        metric only. If there are several rewards, `|reward:...` gives all their weights, and the metric does not count.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
@@ -487,7 +487,7 @@ class StageSection(Section):
     checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False
-    """If validation CIDEr-D is not above that of the stage before, drop the weights of this stage."""
+    """Keep this stage's weights only if its validation CIDEr-D is above that of the stage before."""
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -703,7 +703,7 @@ class EvaluationSection(Section):
             )
 
     def require_words(self, language: str, tokenizer: str) -> None:
-        """Raises UserError for keys that need other captions.
+        """Raises UserError for keys that captions of this language or tokenizer do not allow.
 
         collapse_repeats and no_open_endings need tokens that are whole words, and no_open_endings needs English.
         """

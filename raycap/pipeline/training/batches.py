@@ -126,7 +126,10 @@ class Batch:
 
 
 def target_positions(tokens: Tensor, pad: int) -> Tensor:
-    """`Batch.target_positions` of tokens (R, T). It is computed here, because on a GPU the processor would wait."""
+    """`Batch.target_positions` of tokens (R, T).
+
+    It is computed on the CPU before the batch is copied, because `nonzero` of a tensor on a GPU waits for the GPU.
+    """
     return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
 
 
