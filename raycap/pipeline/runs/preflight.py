@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
-MAX_PARAMETERS = 10**11  # a hundred times as many as a large captioner has
+MAX_PARAMETERS = 10**11  # a hundred times as many as large captioners have
 
 
 def check_before_writing(config: RunConfig) -> None:

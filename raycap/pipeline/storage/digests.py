@@ -22,8 +22,7 @@ from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
-# A file that takes less than a tenth of its size on the disk is sparse. File systems rarely compress a file that much.
-MAX_HOLES = 10
+MAX_HOLES = 10  # a file that takes less than a tenth of its size on the disk is sparse, and not only compressed
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
