@@ -417,10 +417,9 @@ class RunDriver:
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,
         }
-        if checkpoints := list(
-            folder.path.glob("stages/*/step-*")
-        ):  # of a worker that was killed while it removed them
-            for checkpoint in checkpoints:
+        # A worker that was killed at the end of its stage has left its checkpoints.
+        if left := list(folder.path.glob("stages/*/step-*")):
+            for checkpoint in left:
                 shutil.rmtree(checkpoint, ignore_errors=True)
             folder.push("stages")
         write_json(folder.path / "COMPLETE.json", summary)
