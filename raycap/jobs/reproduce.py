@@ -1,4 +1,4 @@
-"""`raycap reproduce`: evaluates the published checkpoints on COCO and compares the scores with the printed ones."""
+"""`raycap reproduce`: evaluates the published checkpoints on COCO and compares the scores with the published ones."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TOLERANCE = 0.005  # of CIDEr-D: the papers print three digits, and libraries re
 class Published:
     """A published model.
 
-    row: the name of the printed row whose scores it should reproduce. files: for each file what it is and where it can
-    be found. settings: keys of the evaluation whose values are files, with the names of these files.
+    row: the name of the published row whose scores it should reproduce. files: for each file what it is and where it
+    can be found. settings: keys of the evaluation whose values are files, with the names of these files.
     """
 
     title: str
@@ -180,18 +180,18 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
 
 
 def _compare(published: Published, scores: Values, *, must_be_comparable: bool) -> bool:
-    """Prints our scores beside the printed row. False if CIDEr-D differs, or if scores must be comparable and are not.
+    """Prints our scores beside the published row.
 
-    scores: of the split in scores.json.
+    Returns False if CIDEr-D differs, or if scores must be comparable and are not. scores: of the split in scores.json.
     """
     if "scores" not in scores:
         raise JobFailedError("no image could be captioned, so that there are no scores; scores.json has the reasons")
     row = next(row for row in scores["published"] if row["name"] == published.row)
     columns = [name for name in row["scores"] if name in scores["scores"]]
-    printed, ours = ({name: source[name] for name in columns} for source in (row["scores"], scores["scores"]))
-    gaps = {name: None if ours[name] is None else ours[name] - printed[name] for name in columns}
+    theirs, ours = ({name: source[name] for name in columns} for source in (row["scores"], scores["scores"]))
+    gaps = {name: None if ours[name] is None else ours[name] - theirs[name] for name in columns}
     table = [
-        (published.row, [f"{value:.3f}" for value in printed.values()]),
+        (published.row, [f"{value:.3f}" for value in theirs.values()]),
         ("ours", ["-" if value is None else f"{value:.3f}" for value in ours.values()]),
         ("difference", ["-" if value is None else f"{value:+.3f}" for value in gaps.values()]),
     ]

@@ -258,10 +258,11 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
 
 def _remedy_without_captions(root: StoragePath, candidate: Candidate, keys: Values) -> str:
     """What to do if no image has a caption. If a table has no known column for captions, its columns are named."""
-    if candidate.form != "table" or "captions" in keys.get("columns", {}):
+    columns = _columns_of(root / candidate.files[0])[0] if candidate.form == "table" else []
+    is_known = "captions" in keys.get("columns", {}) or not set(COLUMNS["captions"]).isdisjoint(columns)
+    if is_known or not columns:
         return "add some"
-    columns = printable(", ".join(_columns_of(root / candidate.files[0])[0]))[:500]
-    return f"add some, or set data.columns.captions to one of the columns {columns}"
+    return f"add some, or set data.columns.captions to one of the columns {printable(', '.join(columns))[:500]}"
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
