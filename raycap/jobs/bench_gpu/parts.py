@@ -106,7 +106,7 @@ def extraction(scale: Scale, device: torch.device) -> Rows:
     """Features of Swin and ViT-B. The pixels are copied from the processor's memory in each call."""
     configs = (scale.backbone, scale.vit)
     for config, batch, precision in product(configs, scale.extraction_batches, PRECISIONS):
-        samples = 2 * 123_287 if config is scale.backbone else 0  # all of COCO, before and after end-to-end training
+        samples = 2 * 123_287 if config is scale.backbone else 0  # COCO's features are computed twice
         row = Row("extraction", f"{config.name}, {batch} images", precision, batch, samples)
         yield row, partial(measure_extraction, config, row, device)
 
