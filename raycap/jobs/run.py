@@ -35,10 +35,7 @@ from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
-from raycap.pipeline.runs.folder import RunFolder, try_lock
-from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.results import (
+from raycap.pipeline.runs.delivery import (
     bundle_place,
     bundle_run,
     local_bundle,
@@ -46,6 +43,9 @@ from raycap.pipeline.runs.results import (
     stored_captions,
     validation_by_stage,
 )
+from raycap.pipeline.runs.folder import RunFolder, try_lock
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json
@@ -392,8 +392,10 @@ class RunDriver:
         has_report = (folder.path / "report.html").is_file()
         # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
         validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
-        stage = folder.delivered()
-        why = "the last, as deliver says" if self.config.deliver == "last" else "the best in training's validations"
+        stage, delivered = folder.delivered(), ""
+        if stage is not None and len(self.config.stages) > 1:
+            why = "the last, as deliver says" if self.config.deliver == "last" else "with the best validation CIDEr-D"
+            delivered = f" (stage {stage.name}, {why})"
         lines = [
             "",
             format_table(*score_table(scores.splits)),
@@ -402,7 +404,7 @@ class RunDriver:
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}{'' if stage is None else f' (stage {stage.name}: {why})'}",
+            f"model        {bundle}{delivered}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
@@ -415,6 +417,11 @@ class RunDriver:
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,
         }
+        # A worker that was killed at the end of its stage has left its checkpoints.
+        if left := list(folder.path.glob("stages/*/step-*")):
+            for checkpoint in left:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            folder.push("stages")
         write_json(folder.path / "COMPLETE.json", summary)
         folder.push("COMPLETE.json")
         logger.info(summary["table"])

@@ -265,6 +265,10 @@ class DataSection(Section):
         for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        splits = (*self.train_splits, self.val_split, *self.test_splits)
+        if unknown := [split for split in splits if split not in SPLIT_CYCLE]:
+            known = ", ".join(dict.fromkeys(SPLIT_CYCLE))
+            raise ValueError(f"data names the split {quoted_value(unknown[0])}; the synthetic data set has {known}")
         if self.synthetic.language != self.language:
             raise ValueError(
                 f"data.synthetic.language = {self.synthetic.language} and data.language = {self.language} differ; set "
@@ -373,7 +377,7 @@ class OptimizerSection(Section):
     backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
     """In end-to-end stages the backbone's learning rate is the stage's times this factor."""
     layer_decay: Share = 1.0
-    """In end-to-end stages a layer of the backbone has this factor once for itself and once for each layer above it."""
+    """In end-to-end stages, the factor of a layer's learning rate is layer_decay ** (number of layers above it + 1)."""
 
 
 class PlateauSection(Section):
@@ -408,7 +412,7 @@ class ScstSection(Section):
     sampling_dropout: bool = False
     """Sample in training mode, with the same masks of dropout with which the loss is computed."""
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
-    """{reward: weight} of the sum (`pipeline.training.rewards.stage_reward`). A reward of weight 0 is only logged."""
+    """{reward: weight} of the sum (`pipeline.training.rewards.reward`). A reward of weight 0 is only logged."""
     divide_by_deviation: bool = False
     """Divide the advantages of an image's samples by the standard deviation of their rewards."""
     kl: NonNegativeFloat = 0.0
@@ -429,8 +433,8 @@ class ScstSection(Section):
     def signature(self) -> str:
         """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation knows one
-        metric only. If there are other rewards, `|reward:...` has all weights and holds in its place.
+        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation has
+        one metric only. If there are other rewards, `|reward:...` lists all weights, and that metric does not count.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
@@ -487,7 +491,7 @@ class StageSection(Section):
     checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False
-    """If validation CIDEr-D is not above that of the stage before, drop the weights of this stage."""
+    """Keep the weights of this stage only if its validation CIDEr-D is above that of the stage before."""
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -552,13 +556,13 @@ class WorkersSection(Section):
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
     @property
-    def bundle(self) -> dict[str, float]:
-        """The resources of each worker under Ray's names."""
+    def resources_of_worker(self) -> dict[str, float]:
+        """What each worker needs under Ray's names: its CPUs, its GPUs and `resources`."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
 
     @property
     def task_options(self) -> Values:
-        """The same resources as the options of a Ray task that takes the place of a worker."""
+        """`resources_of_worker` as options of `ray.remote`, for a task that is started instead of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
         return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
@@ -703,7 +707,7 @@ class EvaluationSection(Section):
             )
 
     def require_words(self, language: str, tokenizer: str) -> None:
-        """Raises UserError for keys that need other captions.
+        """Raises UserError for keys that do not work with the captions of a language or tokenizer.
 
         collapse_repeats and no_open_endings need tokens that are whole words, and no_open_endings needs English.
         """

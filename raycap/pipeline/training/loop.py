@@ -43,7 +43,7 @@ from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, seed_of
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.reward import CiderDReward
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summed
 
@@ -229,7 +229,7 @@ class StageRun:
         if self.reward is not None and progress.step < stop:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
             if 0 <= self._initial_score() < NO_CIDER:
-                output.log("notice", progress.step, {"text": CANNOT_CLIMB})
+                output.log("warning", progress.step, {"text": CANNOT_CLIMB})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
@@ -340,6 +340,8 @@ class StageRun:
                 progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
                 captions = {image: hypothesis.caption for image, hypothesis in best.items()}
                 output.save_best(self.captioner, progress.step, captions)
+                if self.reward is not None and score < NO_CIDER:
+                    output.log("warning", progress.step, {"text": CANNOT_CLIMB})
             else:
                 progress.since_best += 1
         self._apply_stopping_rules(score)
