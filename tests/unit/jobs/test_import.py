@@ -94,6 +94,9 @@ def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFi
     other = [*settings, "backbone.depths=[2,2,4]"]
     with pytest.raises(UserError, match=r"Swin checkpoint .* lacks 'layers\.2\.blocks\.2\."):
         importing(tmp_path, checkpoint=alone, backbone=SWIN, overrides=other, out=tmp_path / "other")
+    unsaid = [each for each in settings if "window_size" not in each]
+    with pytest.raises(UserError, match=r"window_size is 12, the file's Swin has 3; give --set backbone.window_size=3"):
+        importing(tmp_path, checkpoint=alone, backbone=SWIN, overrides=unsaid, out=tmp_path / "other")
     both = load_bundle(tmp_path / "out")
     assert both.captioner.backbone is not None and both.captioner.backbone.num_tokens == 9
     assert load_bundle(tmp_path / "features").captioner.backbone is None

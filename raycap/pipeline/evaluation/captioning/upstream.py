@@ -6,6 +6,7 @@ No code in a pickle is executed.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
@@ -293,8 +294,31 @@ def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: in
             f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; they do not "
             "belong together, unless the Swin has other sizes: give them as --set backbone.embed_dim=N and the like"
         )
+    _require_sizes(backbone, swin, settings)
     load_tensors(backbone, swin)
     return backbone
+
+
+def _require_sizes(backbone: Backbone, swin: dict[str, Tensor], settings: Values) -> None:
+    """Raises UserError if the Swin's windows or images differ from the backbone's, and `settings` do not give them.
+
+    timm would resize the position tables, and the captions would be worse. In Microsoft's format, a table has
+    (2 * window - 1)^2 rows, and a mask (windows, window^2, window^2) covers the patches of an image.
+    """
+    table, mask = "layers.0.blocks.0.attn.relative_position_bias_table", "layers.0.blocks.1.attn_mask"
+    found, built = dict[str, int](), dict[str, int]()
+    own = backbone.network.state_dict()
+    if table in swin and table in own:
+        sides = [math.isqrt(tensors[table].shape[:1].numel()) for tensors in (swin, own)]
+        found["window_size"], built["window_size"] = ((side + 1) // 2 for side in sides)
+    if mask in swin:
+        found["image_size"] = 4 * math.isqrt(swin[mask].shape[:2].numel())
+        built["image_size"] = backbone.config.image_size
+    wrong = {key: size for key, size in found.items() if size != built[key] and key not in settings}
+    if wrong:
+        given = " ".join(f"--set backbone.{key}={size}" for key, size in wrong.items())
+        names = ", ".join(f"backbone.{key} is {built[key]}, the file's Swin has {size}" for key, size in wrong.items())
+        raise UserError(f"{names}; give {given}")
 
 
 # for each format the project's name and the function that reads its files
