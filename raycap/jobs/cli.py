@@ -74,7 +74,7 @@ COMMANDS = {
     "serve": Entry("raycap.jobs.serve.command:command", "Serve captions over HTTP."),
     "retrain": Entry("raycap.jobs.retrain:retrain", "Train on new data and keep the better model.", can_submit=True),
     "import": Entry("raycap.jobs.import_:import_checkpoint", "Turn an upstream checkpoint into a model bundle."),
-    "export": Entry("raycap.jobs.export:export", "Write a captioner as graphs that run without raycap."),
+    "export": Entry("raycap.jobs.export:export", "Write a captioner as ONNX graphs that run without raycap."),
     "soup": Entry("raycap.jobs.soup:soup", "Join models by the weighted sum of their weights."),
     "reproduce": Entry("raycap.jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
     "runs": Entry("raycap.jobs.runs:runs", "List what a storage contains, and remove what is not needed."),
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # so that each line is in a log file as soon as it is printed, and that names that are not UTF-8 are escaped
+            # Each line is in a log file as soon as it is printed. Names that are not UTF-8 are escaped.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     forget_all()

@@ -392,8 +392,10 @@ class RunDriver:
         has_report = (folder.path / "report.html").is_file()
         # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
         validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
-        stage = folder.delivered()
-        why = "the last, as deliver says" if self.config.deliver == "last" else "the best in training's validations"
+        stage, delivered = folder.delivered(), ""
+        if stage is not None and len(self.config.stages) > 1:
+            why = "the last, as deliver says" if self.config.deliver == "last" else "with the best validation CIDEr-D"
+            delivered = f" (stage {stage.name}, {why})"
         lines = [
             "",
             format_table(*score_table(scores.splits)),
@@ -402,7 +404,7 @@ class RunDriver:
             "",
             f"report       {folder.root / 'report.html' if has_report else 'not made'}",
             f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}{'' if stage is None else f' (stage {stage.name}: {why})'}",
+            f"model        {bundle}{delivered}",
             f"tracking     {tracking}",
             f"features     {store or 'computed from the images'}",
             f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",

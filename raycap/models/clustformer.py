@@ -16,8 +16,8 @@ be applied before the mean. With u = S w_a, v = S w_m, the prefix sums V of v, a
 
 C[i,j] is the product of P over k = i + 1 .. j (equations 3 and 5), computed as a cumulative sum of logarithms. C is
 symmetric, with diagonal 1. On a grid (equation 8) two FC layers give matrices along rows, Ch, and along columns, Cv.
-For cells a and b, C[a,b] is Ch between the box's columns in its top row, times Cv between the box's rows in its left
-column, where the box is the smallest one that contains a and b. C is therefore symmetric.
+Take the smallest box of cells that contains the cells a and b. C[a,b] is the product of Ch along the box's top row and
+Cv along its left column. C is therefore symmetric.
 
 Choices where the paper leaves something open:
 

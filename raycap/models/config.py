@@ -142,7 +142,7 @@ class ModelConfig:
         return False
 
     def check_inputs(self, regions: bool) -> None:
-        """Raises ValueError if the model cannot take region features, or if `regions` is False, grid features."""
+        """Raises ValueError if the model cannot take features of regions (`regions`) or, otherwise, of a grid."""
 
 
 @dataclass(frozen=True)

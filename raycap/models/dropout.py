@@ -93,7 +93,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor, shared: Callable[[CaptionMasks, float], Tensor] | None = None) -> Tensor:
         """x after dropout.
 
-        If masks are shared, `shared` takes the mask of x from them. It must have the elements of x in the same order.
+        If masks are shared, `shared` takes the mask of x from them. The mask has its elements in the order of x.
         Without `shared`, x is (R, ..., T, D) in a pass, and (R, ..., 1, D) or (R, D) in a step.
         """
         if not self.active:

@@ -265,6 +265,10 @@ class DataSection(Section):
         for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
+        splits = (*self.train_splits, self.val_split, *self.test_splits)
+        if unknown := [split for split in splits if split not in SPLIT_CYCLE]:
+            known = ", ".join(dict.fromkeys(SPLIT_CYCLE))
+            raise ValueError(f"data names the split {quoted_value(unknown[0])}; the synthetic data set has {known}")
         if self.synthetic.language != self.language:
             raise ValueError(
                 f"data.synthetic.language = {self.synthetic.language} and data.language = {self.language} differ; set "
@@ -373,7 +377,7 @@ class OptimizerSection(Section):
     backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
     """In end-to-end stages the backbone's learning rate is the stage's times this factor."""
     layer_decay: Share = 1.0
-    """In end-to-end stages a layer of the backbone has this factor once for itself and once for each layer above it."""
+    """In end-to-end stages, the factor of a layer's learning rate is layer_decay ** (number of layers above it + 1)."""
 
 
 class PlateauSection(Section):
@@ -429,8 +433,8 @@ class ScstSection(Section):
     def signature(self) -> str:
         """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation knows one
-        metric only. If there are other rewards, `|reward:...` has all weights and holds in its place.
+        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation has
+        one metric only. If there are other rewards, `|reward:...` lists all weights, and that metric does not count.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
@@ -487,7 +491,7 @@ class StageSection(Section):
     checkpoint_every_minutes: Annotated[Minutes, Identity.IGNORED] = 10
     gradient_accumulation_steps: Positive = 1
     keep_if_better: bool = False
-    """If validation CIDEr-D is not above that of the stage before, drop the weights of this stage."""
+    """Keep the weights of this stage only if its validation CIDEr-D is above that of the stage before."""
 
     def check_values(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -703,7 +707,7 @@ class EvaluationSection(Section):
             )
 
     def require_words(self, language: str, tokenizer: str) -> None:
-        """Raises UserError for keys that need other captions.
+        """Raises UserError for keys that do not work with the captions of a language or tokenizer.
 
         collapse_repeats and no_open_endings need tokens that are whole words, and no_open_endings needs English.
         """

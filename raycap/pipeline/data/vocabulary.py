@@ -93,7 +93,7 @@ class Vocabulary:
         return "".join(self._parts([self.words[index] for index in caption if index not in (self.sos, self.pad)]))
 
     def tokens_of(self, caption: str) -> list[str]:
-        """The tokens of a caption that `decode` made. They can differ from those that were decoded."""
+        """The tokens of a caption that `decode` made. If they are parts of words, `decode` may have had others."""
         return self.tokenize(caption) if self.tokenizer in PARTS_OF_WORDS else caption.split()
 
     def parts(self, caption: str) -> list[str]:

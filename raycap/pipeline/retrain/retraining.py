@@ -8,7 +8,7 @@ The data folder is listed once, in the second step, and the listing is passed to
 later are new data for the next call.
 
 A decision has an HTML page. In the tracker, the alias `champion` of the registered model marks the champion. Every call
-sets it, also the first one after an outage.
+sets it, so that a call after an outage corrects it.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
-MAX_PARAMETERS = 10**11  # large captioners have a hundredth of it
+MAX_PARAMETERS = 10**11  # a hundred times as many as large captioners have
 
 
 def check_before_writing(config: RunConfig) -> None:

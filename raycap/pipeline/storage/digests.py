@@ -22,7 +22,7 @@ from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
-MAX_HOLES = 10  # a file system may compress a file to a tenth; a file with smaller blocks on the disk is sparse
+MAX_HOLES = 10  # a file that takes less than a tenth of its size on the disk is sparse, and not only compressed
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:

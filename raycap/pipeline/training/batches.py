@@ -126,7 +126,7 @@ class Batch:
 
 
 def target_positions(tokens: Tensor, pad: int) -> Tensor:
-    """`Batch.target_positions` of tokens (R, T). It is computed here, because on a GPU the processor would wait."""
+    """`Batch.target_positions` of tokens (R, T), which are on the CPU. On a GPU, this would wait for its queue."""
     return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
 
 

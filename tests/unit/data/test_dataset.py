@@ -150,7 +150,7 @@ def test_an_outage_does_not_take_images_out_of_the_data(tmp_path: Path, monkeypa
                 raise error
             return b"x"
 
-        monkeypatch.setattr("raycap.pipeline.data.images.read_image_file", read)
+        monkeypatch.setattr("raycap.pipeline.data.content_keys.read_image_file", read)
 
     for kind in (OutageError, StorageError):
         fail_with(kind("s3://bucket/y.png: storage failed"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 import pytest
@@ -24,7 +25,8 @@ from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 
 ALL = CAPTIONS | WITHOUT_SPACES
 LETTERS = sorted({char for caption in ALL.values() for char in caption} | set("a1.,:'’_-\"\n\u0301\u200d\u05f4"))
-TEXTS = st.text(st.sampled_from(LETTERS), max_size=30)
+# A vowel sign of Thai or Lao needs a letter before it: without one, decoding joins it to the text before.
+TEXTS = st.text(st.sampled_from(LETTERS), max_size=30).filter(lambda text: not re.search(r"(^|[\W\d_])[ำຳ]", text))
 NEW = ("unicode", "characters")
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NUM_BYTES = 256
 MAX_MERGES = 2**17
 MAX_PIECE = 256  # bytes
-# No piece extends beyond a run of letters, one digit, or a run of other marks; the space before it belongs to it.
+# A piece stays within a run of letters, a run of digits, or a run of other marks. The space before a run belongs to it.
 # Zero-width joiners count as letters.
 _RUNS = r" ?[\p{L}\p{M}\x{200c}\x{200d}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_DOCUMENT_BYTES = 2**30
-MAX_YAML_CHARACTERS = 2**18  # for which the parser takes seconds
+MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for a text of this length
 MAX_YAML_NUMBER = 1000  # characters, because YAML's numbers in base 60 can become very large
 MAX_YAML_NODES = 100_000  # where an alias counts as a copy
 MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, where an alias counts as a copy
