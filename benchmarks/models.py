@@ -197,7 +197,7 @@ def _bfloat16_errors(model: ExpansionNet, images: int) -> Tensor:
 
 
 def _print_costs() -> None:
-    """Prints the multiply-accumulates of Table VI's rows, as printed there and as counted here."""
+    """Prints the multiply-accumulates of Table VI's rows, as published there and as counted here."""
     print(
         f"\nCost of {TABLE_6_IMAGES:,} images in 1e12 multiply-accumulates, {TABLE_6_CAPTION_TOKENS} tokens "
         f"teacher-forced; beam {BEAMS} to {CAPTION_TOKENS} tokens as executed\n\n"
@@ -205,7 +205,7 @@ def _print_costs() -> None:
         "|---|---:|---:|---:|---:|---:|---:|"
     )
     for row in ablation():
-        groups, vectors, printed = row.static_expansion, row.dynamic_expansion, row.macs
+        groups, vectors, published = row.static_expansion, row.dynamic_expansion, row.macs
         counted = cost(
             ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors), TABLE_6_SIZES,
             image_tokens=TABLE_6_IMAGE_TOKENS, caption_tokens=TABLE_6_CAPTION_TOKENS, beams=BEAMS,
@@ -215,9 +215,9 @@ def _print_costs() -> None:
         paper, executed, searched = (
             macs * TABLE_6_IMAGES / 1e12 for macs in (counted.paper, counted.executed, counted.beam_search)
         )
-        deviation = 1e14 * paper / printed - 100  # in percent; `paper` is in 1e12, `printed` is not
+        deviation = 1e14 * paper / published - 100  # in percent; `paper` is in 1e12, `published` is not
         print(
-            f"| {_group_cell(groups)} | {vectors or 'attention'} | {printed / 1e12:.2f} | {paper:.3f} "
+            f"| {_group_cell(groups)} | {vectors or 'attention'} | {published / 1e12:.2f} | {paper:.3f} "
             f"({deviation:+.2f} %) | {executed:.2f} | {searched:.2f} | {counted.parameters:,} |"
         )
 

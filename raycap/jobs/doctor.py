@@ -28,7 +28,7 @@ from raycap.jobs.options import Set
 from raycap.jobs.submit import Job, submit, used_variables
 from raycap.models.config import Values
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
-from raycap.pipeline.cluster.start import cluster_address, connect, stage_bundles
+from raycap.pipeline.cluster.start import cluster_address, connect, stage_resources
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
@@ -130,9 +130,9 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
     if "space" in values or "rows" in values:  # only the file of a search has these keys
         search = load_search(path, overrides)
         trial = [search.bundle] * search.config.resources.workers
-        return search.base, {"features": stage_bundles(search.base, "features"), "a trial": trial}
+        return search.base, {"features": stage_resources(search.base, "features"), "a trial": trial}
     config = parse_config(values)
-    return config, {stage: stage_bundles(config, stage) for stage in ("features", "training")}
+    return config, {stage: stage_resources(config, stage) for stage in ("features", "training")}
 
 
 def _examine(config: RunConfig | None, requests: Requests, address: str | None) -> Iterator[Finding]:
@@ -302,7 +302,8 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
     import ray
 
     alive = {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
-    uses_gpus = any(bundle.get("GPU") for bundles in requests.values() for bundle in bundles) and not computes_on_cpus()
+    asks_for_gpus = any(process.get("GPU") for of_stage in requests.values() for process in of_stage)
+    uses_gpus = asks_for_gpus and not computes_on_cpus()
     probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
     if probe is not None:
         with suppress(OSError):  # `check_machine` has reported it
@@ -313,7 +314,7 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
             (probe[0] / probe[1]).delete()
     status = cluster_status()
     yield has_workers(status)
-    yield from (stage_fits(status, stage, bundles) for stage, bundles in requests.items())
+    yield from (stage_fits(status, stage, of_stage) for stage, of_stage in requests.items())
     yield from merged(found)
 
 
@@ -356,10 +357,10 @@ def has_workers(status: ClusterStatus) -> Finding:
     return Finding("nodes", "warn", text, "start worker nodes, or repeat this while a job runs, to check its nodes")
 
 
-def stage_fits(status: ClusterStatus, stage: str, bundles: Sequence[Resources]) -> Finding:
+def stage_fits(status: ClusterStatus, stage: str, requests: Sequence[Resources]) -> Finding:
     """Whether the live nodes have what a stage asks for. Nodes that an autoscaler could start are not known."""
-    wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    text = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
+    wanted = [{name: amount for name, amount in request.items() if amount} for request in requests]
+    text = f"{stage} asks for {counted([readable(request) for request in wanted])}"
     if status.fits(wanted):
         return Finding("resources", "ok", f"{text}, and live nodes have it")
     text += f", which the live nodes do not have ({status.text})"

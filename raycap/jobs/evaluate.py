@@ -29,10 +29,10 @@ from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.evaluation.results import Scores
+from raycap.pipeline.runs.delivery import bundle_place, bundle_run
 from raycap.pipeline.runs.folder import with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
-from raycap.pipeline.runs.results import bundle_place, bundle_run
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 

@@ -35,7 +35,7 @@ def import_checkpoint(
     backbone: Annotated[Path | None, typer.Option(help="A Swin checkpoint, for a captioner without one.")] = None,
     objective: Annotated[
         Literal["cross_entropy", "scst"] | None,
-        typer.Option(help="What trained it last, for the comparison with printed scores."),
+        typer.Option(help="What trained it last, for the comparison with published scores."),
     ] = None,
 ) -> None:
     """Turn an upstream checkpoint into a model bundle.
@@ -90,13 +90,13 @@ def _protocol(source: str, captioner: Captioner, objective: Literal["cross_entro
 
     source: a key of FORMATS. A model with fewer positions than the original's captions has tokens gets that limit.
     """
-    printed, model = shared_protocol(source), captioner.model
-    ours = model_protocol(model.config, regions=printed.features == "regions")
+    published, model = shared_protocol(source), captioner.model
+    ours = model_protocol(model.config, regions=published.features == "regions")
     return replace(
-        printed,
+        published,
         system=ours.system,
         attend_padding=ours.attend_padding,
         objective=objective,
-        eos_in_reward=printed.eos_in_reward if objective == "scst" else None,
-        max_length=min(printed.max_length or model.sizes.max_positions, model.sizes.max_positions),
+        eos_in_reward=published.eos_in_reward if objective == "scst" else None,
+        max_length=min(published.max_length or model.sizes.max_positions, model.sizes.max_positions),
     )

@@ -1,4 +1,4 @@
-"""`raycap reproduce`: evaluates the published checkpoints on COCO and compares the scores with the printed ones."""
+"""`raycap reproduce`: evaluates the published checkpoints on COCO and compares the scores with the published ones."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TOLERANCE = 0.005  # of CIDEr-D: the papers print three digits, and libraries re
 class Published:
     """A published model.
 
-    row: the name of the printed row whose scores it should reproduce. files: for each file what it is and where it can
-    be found.
+    row: the name of the published row whose scores it should reproduce. files: for each file what it is and where it
+    can be found.
     """
 
     title: str
@@ -104,8 +104,8 @@ def reproduce(
 
     It evaluates them on Karpathy's test split of COCO. It names missing files and where to download them. --set changes
     keys of the import, which begin with model. or backbone., and of the evaluation. The exit code is 1 when an image
-    cannot be read, when CIDEr-D differs from the printed score, and, unless --set was given, when the scores cannot be
-    compared.
+    cannot be read, when CIDEr-D differs from the published score, and, unless --set was given, when the scores cannot
+    be compared.
 
     Example: raycap reproduce /path/to/files --system expansionnet_v2
     """
@@ -177,18 +177,18 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
 
 
 def _compare(published: Published, scores: Values, *, must_be_comparable: bool) -> bool:
-    """Prints our scores beside the printed row. False if CIDEr-D differs, or if scores must be comparable and are not.
+    """Prints our scores beside the published row.
 
-    scores: of the split in scores.json.
+    Returns False if CIDEr-D differs, or if scores must be comparable and are not. scores: of the split in scores.json.
     """
     if "scores" not in scores:
         raise JobFailedError("no image could be captioned, so that there are no scores; scores.json has the reasons")
     row = next(row for row in scores["published"] if row["name"] == published.row)
     columns = [name for name in row["scores"] if name in scores["scores"]]
-    printed, ours = ({name: source[name] for name in columns} for source in (row["scores"], scores["scores"]))
-    gaps = {name: None if ours[name] is None else ours[name] - printed[name] for name in columns}
+    theirs, ours = ({name: source[name] for name in columns} for source in (row["scores"], scores["scores"]))
+    gaps = {name: None if ours[name] is None else ours[name] - theirs[name] for name in columns}
     table = [
-        (published.row, [f"{value:.3f}" for value in printed.values()]),
+        (published.row, [f"{value:.3f}" for value in theirs.values()]),
         ("ours", ["-" if value is None else f"{value:.3f}" for value in ours.values()]),
         ("difference", ["-" if value is None else f"{value:+.3f}" for value in gaps.values()]),
     ]
@@ -198,6 +198,6 @@ def _compare(published: Published, scores: Values, *, must_be_comparable: bool) 
         return not must_be_comparable
     gap = gaps["CIDEr-D"]
     if gap is None or abs(gap) > TOLERANCE:
-        logger.warning(f"CIDEr-D differs from the printed score by more than {TOLERANCE}")
+        logger.warning(f"CIDEr-D differs from the published score by more than {TOLERANCE}")
         return False
     return True

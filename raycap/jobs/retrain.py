@@ -20,8 +20,8 @@ from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, rollback
 from raycap.pipeline.retrain.retraining import retrain as retrain_once
+from raycap.pipeline.runs.delivery import local_bundle
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
-from raycap.pipeline.runs.results import local_bundle
 from raycap.pipeline.runtime.log import indented
 from raycap.pipeline.storage.path import StoragePath
 

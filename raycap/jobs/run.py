@@ -35,10 +35,7 @@ from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
 from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
 from raycap.pipeline.features.precision import extraction_precision, with_search_precision
-from raycap.pipeline.runs.folder import RunFolder, try_lock
-from raycap.pipeline.runs.preflight import check_before_writing
-from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.results import (
+from raycap.pipeline.runs.delivery import (
     bundle_place,
     bundle_run,
     local_bundle,
@@ -46,6 +43,9 @@ from raycap.pipeline.runs.results import (
     stored_captions,
     validation_by_stage,
 )
+from raycap.pipeline.runs.folder import RunFolder, try_lock
+from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.atomic import write_json

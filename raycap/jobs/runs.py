@@ -92,12 +92,12 @@ def runs(
     found = read_contents(storage)
     size = sum(entry.bytes for entries in found.values() for entry in entries)
     if as_json:
-        values = {room: [entry.values() for entry in entries] for room, entries in found.items()}
+        values = {part: [entry.values() for entry in entries] for part, entries in found.items()}
         print(json.dumps({"storage": str(storage), "bytes": size, **values}, indent=1))
     else:
-        for room, entries in found.items():
-            _print_table(TITLES[room], entries)
-        _print(f"{storage}: {_size(size)}; {', '.join(f'{room} {len(entries)}' for room, entries in found.items())}")
+        for part, entries in found.items():
+            _print_table(TITLES[part], entries)
+        _print(f"{storage}: {_size(size)}; {', '.join(f'{part} {len(entries)}' for part, entries in found.items())}")
     if prune:
         _prune(storage, found, older_than, yes)
 
@@ -131,7 +131,7 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
 
 
 def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_than: int, yes: bool) -> None:
-    """Prints the plan and, with --yes, removes its parts one by one."""
+    """Prints the plan and, with --yes, removes its folders one by one."""
     removals, kept = plan_removals(storage, found, older_than)
     for sentence in kept:
         _print(without_secrets(sentence))
@@ -146,7 +146,7 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_t
     if yes:
         print(f"removed {_size(removed)} of {_size(total)}")
     elif removals:
-        print(f"{len(removals)} parts with {_size(total)}; nothing was removed, --yes removes them")
+        print(f"{len(removals)} folders with {_size(total)}; nothing was removed, --yes removes them")
     else:
         print(f"nothing to remove; unfinished runs count after {older_than} days without a change (--older-than)")
 
@@ -172,7 +172,7 @@ def _size(count: int) -> str:
 class Content:
     """A folder of the storage: a run, a search, the champion of a configuration, a bundle or a feature store.
 
-    room: "runs", "searches", "retrain", "models" or "features".
+    part: of the storage, "runs", "searches", "retrain", "models" or "features".
     files: all files but locks, by their path in the folder.
     state: as docs/commands.md explains it, or "".
     facts: values for the table and for JSON.
@@ -180,7 +180,7 @@ class Content:
     detail: why the state is "damaged" or "foreign".
     """
 
-    room: str
+    part: str
     name: str
     files: dict[str, Entry] = field(default_factory=dict)
     state: str = ""
@@ -191,7 +191,7 @@ class Content:
     @property
     def path(self) -> str:
         """Its folder in the storage."""
-        return f"{self.room}/{self.name}"
+        return f"{self.part}/{self.name}"
 
     @property
     def bytes(self) -> int:
@@ -213,26 +213,26 @@ class Content:
         return {key: getattr(self, key) for key in kept} | self.facts
 
 
-def _listed(storage: StoragePath, room: str, depth: int = 1) -> list[Content]:
-    """The folders `depth` levels below a room of the storage, including hidden ones. No file is read."""
+def _listed(storage: StoragePath, part: str, depth: int = 1) -> list[Content]:
+    """The folders `depth` levels below a part of the storage, including hidden ones. No file is read."""
     found: dict[str, Content] = {}
-    for file, entry in (storage / room).walk():
+    for file, entry in (storage / part).walk():
         names = file.split("/")
         is_lock = names[depth:] == [".lock"]  # it says nothing about changes
         if len(names) > depth and all(names[:depth]) and not is_lock:
             name = "/".join(names[:depth])
-            found.setdefault(name, Content(room, name)).files["/".join(names[depth:])] = entry
+            found.setdefault(name, Content(part, name)).files["/".join(names[depth:])] = entry
     return [found[name] for name in sorted(found)]
 
 
 def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
-    """Everything in a storage by room, sorted by name. Files are listed once, and only small records are read.
+    """Everything in a storage by part, sorted by name. Files are listed once, and only small records are read.
 
     A damaged or foreign file raises no error. It decides the state of its folder.
     """
 
-    def read(room: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
-        """The visible folders of a room, after `reader` has set their states."""
+    def read(part: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
+        """The folders of a part whose names do not begin with a dot. `reader` fills in the state of each."""
 
         def with_state(entry: Content) -> Content:
             try:
@@ -242,11 +242,11 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
             return entry
 
         with ThreadPoolExecutor(NUM_READS) as pool:
-            visible = (each for each in _listed(storage, room, depth) if not re.search(r"(^|/)\.", each.name))
+            visible = (each for each in _listed(storage, part, depth) if not re.search(r"(^|/)\.", each.name))
             return list(pool.map(with_state, visible))
 
-    rooms = {"runs": _read_run, "searches": _read_search, "retrain": _read_champion, "features": _read_features}
-    found = {room: read(room, reader) for room, reader in rooms.items()}
+    readers = {"runs": _read_run, "searches": _read_search, "retrain": _read_champion, "features": _read_features}
+    found = {part: read(part, reader) for part, reader in readers.items()}
     return found | {"models": read("models", lambda *_: None, depth=2)}
 
 
@@ -389,8 +389,8 @@ def _require_idle(entries: Sequence[Content]) -> None:
 
 def _leftovers(storage: StoragePath) -> Iterator[Removal]:
     """Hidden folders beside runs and features on a disk, which killed processes have left."""
-    for room in ("runs", "features") if not storage.is_remote else ():
-        for content in _listed(storage, room):
+    for part in ("runs", "features") if not storage.is_remote else ():
+        for content in _listed(storage, part):
             if TEMPORARY.fullmatch(content.name) and content.days > LEAST_DAYS:
                 yield Removal("leftover", content, "of a killed process")
 

@@ -98,7 +98,7 @@ def _stored_scores(folder: RunFolder) -> Values:
 
 
 def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
-    """The printed scores of the runs' system on the same images.
+    """The published scores of the runs' system on the same images.
 
     protocol: of all runs. entry: the split in the scores.json of the run in `folder`.
     """

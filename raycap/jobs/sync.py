@@ -14,9 +14,9 @@ from raycap.jobs.options import Set
 from raycap.pipeline.config.load import load_config, parse_config, read_values
 from raycap.pipeline.config.shipped import named_place
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.delivery import local_bundle
 from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, try_lock, with_decisions_of
 from raycap.pipeline.runs.preflight import check_storage
-from raycap.pipeline.runs.results import local_bundle
 from raycap.pipeline.runtime.names import expanded_path, shown
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.tracking.mlflow_client import public_uri

@@ -146,7 +146,7 @@ def _trainer(job: StageJob) -> Any:
         scaling_config=ScalingConfig(
             num_workers=num_workers,  # type: ignore[arg-type]  # for an elastic fit, the smallest and largest number
             use_gpu=workers.gpus_per_worker > 0,
-            resources_per_worker=workers.bundle,
+            resources_per_worker=workers.resources_of_worker,
         ),
         run_config=RayRunConfig(
             # If a name is used twice, Ray Train returns the old result.

@@ -11,8 +11,8 @@ import pytest
 import raycap.pipeline.evaluation.evaluate
 from raycap.jobs.run import run
 from raycap.pipeline.evaluation.captioning.bundle import read_confidences, store_results
+from raycap.pipeline.runs.delivery import bundle_place, local_bundle
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runs.results import bundle_place, local_bundle
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.support.confidence import make_confidence

@@ -18,7 +18,7 @@ from raycap.pipeline.evaluation.reports.page import report_html
 from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.evaluation.scores.metrics import score_captions
-from raycap.pipeline.runs.results import bundle_run
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.loop import StageJob, StageRun, caption_split, train_stages

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from raycap.models.captioner import Captioner
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
 from raycap.pipeline.evaluation.results import RankedCaption
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.journal import read_journal
-from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module

@@ -17,7 +17,7 @@ from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, load_bu
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.results import bundle_run
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.batches import Batches, CaptionTokens

@@ -84,7 +84,8 @@ def test_expansionnet_from_its_published_files(tmp_path: Path, ray_session: None
     assert found == pytest.approx(cider(references, captions), abs=1e-6) and found > 0
     (row,) = (row for row in entry["splits"]["test"]["published"] if row["name"] == "ExpansionNet v2, SCST (paper)")
     assert row["scores"]["CIDEr-D"] == 1.404
-    assert row["difference"].startswith("not comparable: printed: 5,000 images of Karpathy's COCO test split, ours: 3;")
+    reason = "not comparable: published: 5,000 images of Karpathy's COCO test split, ours: 3;"
+    assert row["difference"].startswith(reason)
     text = "\n".join(log_lines)
     assert "ExpansionNet v2, SCST (paper)" in text and f"{found - 1.404:+.3f}" in text
     assert log_lines[-1] == f"report       {out / 'expansionnet_v2' / 'evaluation' / 'report-test.html'}"

@@ -13,7 +13,7 @@ from raycap.jobs.run import run
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runs.results import bundle_place
+from raycap.pipeline.runs.delivery import bundle_place
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config

@@ -16,7 +16,7 @@ import pytest
 
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.runs.results import bundle_run
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.tracking.mlflow_client import tracking_client, tracking_uri
 from raycap.pipeline.tracking.pyfunc import MAX_ROWS, PyfuncModel
 from raycap.pipeline.tracking.run_tracker import register_model, sync

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runs.journal import read_journal
-from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.reward import CiderDReward
 from tests.conftest import small_config
 from tests.support.runs import FROZEN_STAGES, SMALL_MODEL, STAGES, prepare_run
 

@@ -14,9 +14,9 @@ import pytest
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.sections import TrackingSection
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.journal import Journal, read_journal
-from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking import run_tracker

@@ -25,8 +25,7 @@ from raycap.pipeline.runtime.processor import float32_products
 from raycap.pipeline.training.batches import Batch, target_positions
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
 from raycap.pipeline.training.optimizer import make_optimizer
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.stage_reward import WeightedReward
+from raycap.pipeline.training.rewards.reward import CiderDReward, WeightedReward
 from raycap.pipeline.training.step_metrics import FiniteCheck
 
 LABEL_SMOOTHING = 0.1

@@ -50,11 +50,11 @@ class ClusterStatus:
             parts.append(f"pending: {counted([readable(request) for request in self.pending])}")
         return "; ".join(parts)
 
-    def fits(self, bundles: Sequence[Resources]) -> bool:
-        """Whether the live nodes could hold the bundles at the same time if nothing else ran on them."""
+    def fits(self, requests: Sequence[Resources]) -> bool:
+        """Whether the live nodes could serve all requests at the same time if nothing else ran on them."""
         free = [dict(node) for node in self.nodes]
-        for bundle in sorted(bundles, key=lambda resources: -sum(resources.values())):
-            wanted = bundle.items()
+        for request in sorted(requests, key=lambda resources: -sum(resources.values())):
+            wanted = request.items()
             node = next((node for node in free if all(node.get(name, 0) + 1e-9 >= n for name, n in wanted)), None)
             if node is None:
                 return False
@@ -84,22 +84,22 @@ def cluster_status() -> ClusterStatus:
 
 
 def wait_for(
-    bundles: Sequence[Resources],
+    requests: Sequence[Resources],
     stage: str,
     *,
     limit_s: float,
     limit_name: str = "workers.max_wait_minutes",
     remedy: str = REMEDY,
 ) -> None:
-    """Waits until the cluster can place all bundles at once, so that its autoscaler starts all missing nodes together.
+    """Waits until the cluster can serve all requests at once, so that its autoscaler starts all missing nodes together.
 
-    It logs what is pending at once and every 30 s. After `limit_s` it raises WaitedTooLongError. bundles: the resources
-    of each process of the stage. limit_name: the setting of the limit. remedy: what a user can lower.
+    It logs what is pending at once and every 30 s. After `limit_s` it raises WaitedTooLongError. requests: the
+    resources of each process of the stage. limit_name: the setting of the limit. remedy: what a user can lower.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    wanted = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    request = f"{stage} asks for {counted([readable(bundle) for bundle in wanted])}"
+    wanted = [{name: amount for name, amount in request.items() if amount} for request in requests]
+    clause = f"{stage} asks for {counted([readable(request) for request in wanted])}"
     status = cluster_status()
     if status.fits(wanted) and not status.used:
         return
@@ -110,11 +110,11 @@ def wait_for(
             status, now = cluster_status(), time.monotonic()
             if now - begin > limit_s:
                 raise WaitedTooLongError(
-                    f"{request}, which the cluster did not provide within {limit_name} "
+                    f"{clause}, which the cluster did not provide within {limit_name} "
                     f"({limit_s / 60:g} min); {status.text}; {remedy}"
                 )
             if last_message == begin or now - last_message > MESSAGE_EVERY_S:
-                logger.info(f"waiting   {request}; {status.text}; {now - begin:.0f} s so far")
+                logger.info(f"waiting   {clause}; {status.text}; {now - begin:.0f} s so far")
                 last_message = now
     finally:
         remove_placement_group(group)

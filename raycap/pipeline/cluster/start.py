@@ -49,14 +49,14 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     `workers.max_wait_minutes`. A Ray that this process starts ends with the process, also if that is killed. Raises
     UserError if this machine does not have what training and features need.
     """
-    needed_cpus = max(sum(process["CPU"] for process in stage_bundles(config, each)) for each in LARGEST)
+    needed_cpus = max(sum(process["CPU"] for process in stage_resources(config, each)) for each in LARGEST)
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
-        wait_for(stage_bundles(config, stage), stage, limit_s=60 * config.workers.max_wait_minutes)
+        wait_for(stage_resources(config, stage), stage, limit_s=60 * config.workers.max_wait_minutes)
         return
     import ray
 
     for each in LARGEST:
-        require_resources(stage_bundles(config, each), each, ray.cluster_resources() | {"CPU": math.inf})
+        require_resources(stage_resources(config, each), each, ray.cluster_resources() | {"CPU": math.inf})
 
 
 def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
@@ -65,14 +65,14 @@ def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
     return StallWatch("extraction", config.workers)
 
 
-def require_resources(bundles: Sequence[Resources], stage: str, available: Resources) -> None:
+def require_resources(requests: Sequence[Resources], stage: str, available: Resources) -> None:
     """Raises UserError if the processes of a stage ask for more than a Ray on this machine has.
 
-    bundles: the resources of each process. available: those of Ray.
+    requests: the resources that each process asks for. available: the resources of Ray.
     """
-    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    names = dict.fromkeys(name for request in requests for name in request)
     for name in names:
-        total, most = sum(bundle.get(name, 0) for bundle in bundles), available.get(name, 0)
+        total, most = sum(request.get(name, 0) for request in requests), available.get(name, 0)
         if total > most:
             raise UserError(
                 f"{stage} asks for {total:g} {shown(name)} in all, and a Ray on this machine has at most {most:g}; "
@@ -93,7 +93,7 @@ def check_resources(config: RunConfig, address: str | None) -> None:
     most = {"CPU": MAX_CPUS_PER_CORE * (os.cpu_count() or 1), "GPU": torch.cuda.device_count()}
     available = dict.fromkeys(config.workers.resources, math.inf) | most
     for stage in LARGEST:
-        require_resources(stage_bundles(config, stage), stage, available)
+        require_resources(stage_resources(config, stage), stage, available)
 
 
 def cluster_address(address: str | None) -> str | None:
@@ -118,7 +118,7 @@ def check_address(address: str | None) -> None:
         )
 
 
-def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
+def stage_resources(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     """The resources of each process that a stage needs before it can make progress."""
     workers, features = config.workers, config.features
     if stage == "images":
@@ -128,7 +128,7 @@ def stage_bundles(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
         return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]
     # Captions and the dry run progress with one worker, and training with the smallest number of workers.
     count = workers.counts[0] if stage == "training" else 1
-    return [workers.bundle] * count
+    return [workers.resources_of_worker] * count
 
 
 def _require_answer(address: str) -> None:

@@ -412,7 +412,7 @@ class ScstSection(Section):
     sampling_dropout: bool = False
     """Sample in training mode, with the same masks of dropout with which the loss is computed."""
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
-    """{reward: weight} of the sum (`pipeline.training.rewards.stage_reward`). A reward of weight 0 is only logged."""
+    """{reward: weight} of the sum (`pipeline.training.rewards.reward`). A reward of weight 0 is only logged."""
     divide_by_deviation: bool = False
     """Divide the advantages of an image's samples by the standard deviation of their rewards."""
     kl: NonNegativeFloat = 0.0
@@ -556,13 +556,13 @@ class WorkersSection(Section):
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
     @property
-    def bundle(self) -> dict[str, float]:
-        """The resources of each worker under Ray's names."""
+    def resources_of_worker(self) -> dict[str, float]:
+        """What each worker needs under Ray's names: its CPUs, its GPUs and `resources`."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
 
     @property
     def task_options(self) -> Values:
-        """The same resources as the options of a Ray task that takes the place of a worker."""
+        """`resources_of_worker` as options of `ray.remote`, for a task that is started instead of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
         return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}

@@ -43,7 +43,7 @@ from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, seed_of
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.reward import CiderDReward
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
 from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summed
 

@@ -39,8 +39,7 @@ from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.stage_reward import CIDER_D, WeightedReward
+from raycap.pipeline.training.rewards.reward import CIDER_D, CiderDReward, WeightedReward
 
 DEVIATION_EPS = 1e-4  # added to the standard deviation of rewards, which is 0.1 to 1 for CIDEr-D
 MIN_GROUND_TRUTH = 0.05  # `check_reward` refuses data whose ground-truth captions have a lower CIDEr-D

@@ -16,7 +16,7 @@ def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "bundles", "fits"),
+    ("nodes", "requests", "fits"),
     [
         ([{"CPU": 1}, {"CPU": 1}], [{"CPU": 1}] * 2, True),
         ([{"CPU": 1}, {"CPU": 1}], [{"CPU": 2}], False),  # a process needs one node
@@ -27,22 +27,22 @@ def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
         ([], [{"CPU": 1}], False),
     ],
 )
-def test_bundles_fit(nodes: list[dict[str, float]], bundles: list[dict[str, float]], fits: bool) -> None:
-    assert status(*nodes).fits(bundles) is fits
+def test_requests_fit(nodes: list[dict[str, float]], requests: list[dict[str, float]], fits: bool) -> None:
+    assert status(*nodes).fits(requests) is fits
 
 
-def test_equal_bundles_fit_exactly_when_an_assignment_exists() -> None:
-    """Compared with a search through all assignments. Bundles of a stage have one size, as raycap asks for them."""
+def test_equal_requests_fit_exactly_when_an_assignment_exists() -> None:
+    """Compared with a search through all assignments. A stage's requests have one size, as raycap asks for them."""
     generator = random.Random(0)
     for _ in range(200):
         nodes = [{"CPU": generator.randint(0, 3), "GPU": generator.randint(0, 2)} for _ in range(3)]
-        bundle = {"CPU": generator.randint(1, 2), "GPU": generator.randint(0, 1)}
+        request = {"CPU": generator.randint(1, 2), "GPU": generator.randint(0, 1)}
         count = generator.randint(1, 4)
         possible = any(
-            all(bundle[key] * chosen.count(index) <= node[key] for index, node in enumerate(nodes) for key in bundle)
+            all(request[key] * chosen.count(index) <= node[key] for index, node in enumerate(nodes) for key in request)
             for chosen in itertools.product(range(3), repeat=count)
         )
-        assert status(*nodes).fits([bundle] * count) is possible
+        assert status(*nodes).fits([request] * count) is possible
 
 
 def test_the_text_counts_nodes_and_requests() -> None:

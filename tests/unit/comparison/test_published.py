@@ -1,4 +1,4 @@
-"""Which printed scores can be compared with ours, and what is named where they cannot."""
+"""Which published scores can be compared with ours, and what is named where they cannot."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ GRID_ROW = "Ada-ClustFormer, grid features, SCST (paper)"
 EXPANSION_SERVER = "ExpansionNet v2, ensemble, COCO server, 40 references (paper)"
 MESHED_OUT = "Meshed-Memory Transformer, nocaps out-of-domain, constrained (paper)"
 
-# ours, split, images, the printed row, and the parts of the reason (none if comparable)
+# ours, split, images, the published row, and the parts of the reason (none if comparable)
 PAIRS: tuple[tuple[Protocol, str, list[str], str, tuple[str, ...]], ...] = (
     (EXPANSION, "test", COCO, SINGLE, ()),
-    (EXPANSION, "test", COCO, ENSEMBLE, ("printed: an ensemble, ours: one model",)),
+    (EXPANSION, "test", COCO, ENSEMBLE, ("published: an ensemble, ours: one model",)),
     (replace(EXPANSION, num_models=4), "test", COCO, ENSEMBLE, ()),
-    (EXPANSION, "test", COCO, "ExpansionNet v2, cross entropy (paper)", ("printed: cross entropy, ours: SCST",)),
-    (replace(EXPANSION, objective=None), "test", COCO, SINGLE, ("printed: SCST, ours: not recorded",)),
+    (EXPANSION, "test", COCO, "ExpansionNet v2, cross entropy (paper)", ("published: cross entropy, ours: SCST",)),
+    (replace(EXPANSION, objective=None), "test", COCO, SINGLE, ("published: SCST, ours: not recorded",)),
     (EXPANSION, "test", COCO[:-1], SINGLE, ("5,000 images of Karpathy's COCO test split, ours: 4,999",)),
-    (replace(EXPANSION, beam_size=3), "test", COCO, SINGLE, ("printed: beam 5, ours: beam 3",)),
+    (replace(EXPANSION, beam_size=3), "test", COCO, SINGLE, ("published: beam 5, ours: beam 3",)),
     (replace(EXPANSION, constrained=True), "test", COCO, SINGLE, ("no constraints, ours: constraints",)),
     (replace(XE, beam_size=3), "near-domain", NEAR, NEAR_ROW, ()),
-    (XE, "in-domain", IN, "ExpansionNet v2, nocaps in-domain (paper)", ("printed: beam 3, ours: beam 5",)),
+    (XE, "in-domain", IN, "ExpansionNet v2, nocaps in-domain (paper)", ("published: beam 3, ours: beam 5",)),
     (MESHED, "test", COCO, MESHED_ROW, ()),
     (replace(MESHED, constrained=True, **NOCAPS), "out-domain", OUT, MESHED_OUT, ()),
     (replace(EXPANSION, num_models=4), "test2014", TEST2014, EXPANSION_SERVER, ()),
@@ -68,7 +68,7 @@ def test_every_difference_is_named_and_nothing_else(
     if not reasons:
         assert difference == ""
         return
-    assert difference.startswith("not comparable: printed: ") and difference.count("; ") == len(reasons) - 1
+    assert difference.startswith("not comparable: published: ") and difference.count("; ") == len(reasons) - 1
     assert all(reason in difference for reason in reasons)
 
 
@@ -87,7 +87,7 @@ def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
         "count": "SPICE count",
     }
 
-    def printed(system: str, split: str, **protocol: Any) -> dict[str, float]:
+    def published(system: str, split: str, **protocol: Any) -> dict[str, float]:
         rows = [row for row, _ in published_rows(replace(EXPANSION, system=system), split, COCO)]
         (row,) = [
             row
@@ -98,23 +98,23 @@ def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
 
     expansion, meshed = tables["expansionnet_v2"], tables["meshed_memory_transformer"]
     cases = [
-        (printed("expansionnet_v2", "test", objective=objective, num_models=models), expansion[key][stage])
+        (published("expansionnet_v2", "test", objective=objective, num_models=models), expansion[key][stage])
         for models, key in ((1, "karpathy_test_single"), (0, "karpathy_test_ensemble"))
         for objective, stage in (("cross_entropy", "xe"), ("scst", "scst"))
     ]
     domains = (("in-domain", "in", "in"), ("out-domain", "out", "out"), ("all", "all", "overall"))
     for split, theirs, overall in domains:
-        cases.append((printed("expansionnet_v2", split), expansion["nocaps_val"][theirs]))
-        cases.append((printed("meshed_memory", split, constrained=False), meshed["nocaps_val"][overall]))
+        cases.append((published("expansionnet_v2", split), expansion["nocaps_val"][theirs]))
+        cases.append((published("meshed_memory", split, constrained=False), meshed["nocaps_val"][overall]))
         constrained = meshed["nocaps_val"]["with_constrained_beam_search"][overall]
-        cases.append((printed("meshed_memory", split, constrained=True), constrained))
+        cases.append((published("meshed_memory", split, constrained=True), constrained))
     count = {"count": 20.4}  # of Table 8, whose other sub-categories of SPICE are illegible
     for models, key, more in ((1, "single", count), (2, "ensemble_2", {}), (4, "ensemble_4", {})):
-        cases.append((printed("meshed_memory", "test", num_models=models), meshed[f"karpathy_test_{key}"] | more))
-    cases.append((printed("expansionnet_v2", "near-domain"), expansion["nocaps_val"]["near"]))
+        cases.append((published("meshed_memory", "test", num_models=models), meshed[f"karpathy_test_{key}"] | more))
+    cases.append((published("expansionnet_v2", "near-domain"), expansion["nocaps_val"]["near"]))
     for features, row in tables["ada_clustformer"]["karpathy_test"].items():
         for objective, stage in (("cross_entropy", "xe"), ("scst", "scst")):
-            cases.append((printed("clustformer", "test", features=features, objective=objective), row[stage]))
+            cases.append((published("clustformer", "test", features=features, objective=objective), row[stage]))
     letters = ("B4", "M", "R", "C")
     online = {
         "ExpansionNet v2, ensemble": ("expansionnet_v2", expansion["online_server"]),
@@ -127,6 +127,6 @@ def test_the_rows_are_those_of_the_papers(shared: Path) -> None:
     for start, (system, row) in online.items():
         for count in (5, 40):
             name = f"{start}, COCO server, {count} references (paper)"
-            cases.append((printed(system, "test2014", name=name), row[f"c{count}"]))
+            cases.append((published(system, "test2014", name=name), row[f"c{count}"]))
     for scores, expected in cases:
         assert scores == {columns[key]: pytest.approx(value / 100) for key, value in expected.items() if key in columns}

@@ -16,7 +16,7 @@ from raycap.pipeline.cluster.start import (
     check_resources,
     connect,
     require_resources,
-    stage_bundles,
+    stage_resources,
 )
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -39,20 +39,20 @@ def test_workers_ask_for_further_resources(tmp_path: Path) -> None:
     """This holds for Ray Train's workers, for the tasks that replace them, and for the wait before a stage."""
     others = {"accelerator_type:A100": 0.001, "memory": 2.4e10}
     config = parse_config(small_config(tmp_path, workers__resources=others, workers__num_workers=2))
-    bundle = {"CPU": 1, "GPU": 0, **others}
-    assert stage_bundles(config, "training") == [bundle] * 2
-    assert stage_bundles(config, "captions") == stage_bundles(config, "dry run") == [bundle]
-    assert all(others.keys().isdisjoint(each) for each in stage_bundles(config, "features"))
+    worker = {"CPU": 1, "GPU": 0, **others}
+    assert stage_resources(config, "training") == [worker] * 2
+    assert stage_resources(config, "captions") == stage_resources(config, "dry run") == [worker]
+    assert all(others.keys().isdisjoint(each) for each in stage_resources(config, "features"))
     trainer = _trainer(StageJob(RunFolder(tmp_path, config), ("xe_frozen",), None))
-    assert trainer.scaling_config.resources_per_worker == bundle
+    assert trainer.scaling_config.resources_per_worker == worker
     options = {"num_cpus": 1, "num_gpus": 0, "resources": {"accelerator_type:A100": 0.001}, "memory": 2.4e10}
     assert config.workers.task_options == options
-    assert readable(bundle) == "1 CPU + 0.001 accelerator_type:A100"
+    assert readable(worker) == "1 CPU + 0.001 accelerator_type:A100"
     assert readable({"CPU": 2, "node:10.0.0.1": 1, "CPU_group_1a": 1, "object_store_memory": 1e9}) == "2 CPU"
     with pytest.raises(
         UserError, match="training asks for 0.002 accelerator_type:A100 in all, .* has at most 0; lower"
     ):
-        require_resources([bundle] * 2, "training", {"CPU": 4, "memory": 1e12})
+        require_resources([worker] * 2, "training", {"CPU": 4, "memory": 1e12})
     require_resources([{"CPU": 2, "memory": 5e11}] * 2, "training", {"CPU": 4, "memory": 1e12})
 
 

@@ -20,10 +20,10 @@ def test_parameters_of_the_paper() -> None:
 def test_table_6() -> None:
     assert len(ablation()) == 12
     for row in ablation():
-        groups, vectors, printed = row.static_expansion, row.dynamic_expansion, row.macs
+        groups, vectors, published = row.static_expansion, row.dynamic_expansion, row.macs
         config = ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors)
         counted = model_on_meta(config, TABLE_6_SIZES).paper_macs(144, 12.5)
-        assert 5000 * counted == pytest.approx(printed, rel=1e-3)
+        assert 5000 * counted == pytest.approx(published, rel=1e-3)
     baseline = model_on_meta(ExpansionNetConfig(name="transformer"), TABLE_6_SIZES).paper_macs(144, 12.5)
     assert 5000 * baseline == pytest.approx(9.28e12, rel=1e-3)
 

@@ -19,7 +19,7 @@ from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards import cider
 from raycap.pipeline.training.rewards.cider import build_index
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
+from raycap.pipeline.training.rewards.reward import CiderDReward
 from tests.support.scripts import scene_texts
 
 GOLDEN = Path(__file__).resolve().parents[2] / "parity" / "golden"

@@ -13,8 +13,7 @@ from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.scores.metrics import CaptionWords, score_captions
 from raycap.pipeline.evaluation.scores.words import metric_words
-from raycap.pipeline.training.rewards.cider_d import CiderDReward
-from raycap.pipeline.training.rewards.stage_reward import REWARDS, WORD_REWARDS, WeightedReward
+from raycap.pipeline.training.rewards.reward import REWARDS, WORD_REWARDS, CiderDReward, WeightedReward
 from tests.support.scripts import scene_texts
 
 METRICS = {"bleu1": "BLEU-1", "bleu2": "BLEU-2", "bleu3": "BLEU-3", "bleu4": "BLEU-4", "rouge_l": "ROUGE-L"}

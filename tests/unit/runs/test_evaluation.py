@@ -16,7 +16,7 @@ from raycap.pipeline.evaluation.reports.report import score_table
 from raycap.pipeline.evaluation.results import ImageCaption, Scores, SplitScores, write_captions
 from raycap.pipeline.evaluation.scores import java
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.runs.results import stored_captions
+from raycap.pipeline.runs.delivery import stored_captions
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.path import storage_path
 from tests.conftest import small_config

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.runs.prepare import prepare
-from raycap.pipeline.runs.results import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config

@@ -52,7 +52,7 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The points are the printed rows, in order; each trains the whole recipe."""
+    """The points are the published rows, in order; each trains the whole recipe."""
     from raycap.pipeline.evaluation.comparison.published import printed_tables
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):

@@ -36,7 +36,7 @@ SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats", "decodi
 class Protocol:
     """What decides whether two rows of scores can be compared, besides the images.
 
-    A model bundle, every result and every printed row has one. None: not recorded, or not stated in paper or code.
+    A model bundle, every result and every published row has one. None: not recorded, or not stated in paper or code.
 
     system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
     objective: of the stage whose weights the model has. eos_in_reward: whether SCST rewarded EOS; None for cross
@@ -100,19 +100,19 @@ WORDS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def differences(printed: Protocol, ours: Protocol) -> list[tuple[str, str]]:
-    """The words (printed, ours) for each field in which two protocols differ.
+def differences(published: Protocol, ours: Protocol) -> list[tuple[str, str]]:
+    """The words (published, ours) for each field in which two protocols differ.
 
-    A field that the printed protocol does not state agrees with everything, and one that ours does not record with
+    A field that the published protocol does not state agrees with everything, and one that ours does not record with
     nothing. An ensemble of a size that is not stated agrees with every ensemble. The reward is compared only for equal
     objectives.
     """
     found = []
     for field in fields(Protocol):
-        theirs, our = getattr(printed, field.name), getattr(ours, field.name)
+        theirs, our = getattr(published, field.name), getattr(ours, field.name)
         if field.name == "num_models" and theirs == 0 and our > 1:
             continue
-        if field.name == "eos_in_reward" and printed.objective != ours.objective:
+        if field.name == "eos_in_reward" and published.objective != ours.objective:
             continue
         if theirs not in (None, our):
             words = WORDS[field.name]

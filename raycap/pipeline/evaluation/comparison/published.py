@@ -93,23 +93,23 @@ def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
 
 def _table(rows: list[Any], **table: Any) -> PrintedTable:
     """A table of published.yaml, whose rows are lists [name, values of the keys, scores]."""
-    printed = [
+    published = [
         PrintedRow(
             name, dict(zip(table["columns"], scores, strict=True)), dict(zip(table["keys"], values, strict=True))
         )
         for name, values, scores in rows
     ]
-    return PrintedTable(rows=printed, **table)
+    return PrintedTable(rows=published, **table)
 
 
 def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
-    """The printed rows of a system for a split of this name, each with why our score cannot be compared, or ""."""
+    """The published rows of a system for a split of this name, each with why our score cannot be compared, or ""."""
     rows = [_final_row(ours.system, row) for row in _published()["rows"].get(ours.system, ())] if ours.system else []
     return [(row, _reason(row, ours, uris)) for row in rows if row.split == split]
 
 
 def shared_protocol(system: str) -> Protocol:
-    """The protocol that the printed rows of a system share. Raises KeyError for a system without rows."""
+    """The protocol that the published rows of a system share. Raises KeyError for a system without rows."""
     return Protocol(system=system, **_published()["protocols"][system])
 
 
@@ -123,7 +123,7 @@ def _final_row(system: str, row: Values) -> FinalRow:
 
 
 def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
-    """The reason why our score cannot be compared with a printed row: all differences in one text, or "" without any.
+    """The reason why our score cannot be compared with a published row: all differences in one text, or "" without any.
 
     Not compared: the vocabulary's tokenizer and the models that a run started from.
     """
@@ -135,4 +135,4 @@ def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
     elif len(uris) != images["count"]:
         pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
     pairs += differences(row.protocol, ours)
-    return "not comparable: " + "; ".join(f"printed: {theirs}, ours: {our}" for theirs, our in pairs) if pairs else ""
+    return "not comparable: " + "; ".join(f"published: {theirs}, ours: {our}" for theirs, our in pairs) if pairs else ""

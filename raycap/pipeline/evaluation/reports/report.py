@@ -222,7 +222,7 @@ def write_results(
 
 
 def _log_scores(result: SplitScores) -> None:
-    """Logs the scores of a split, and printed scores, each with why ours cannot be compared."""
+    """Logs the scores of a split, and published scores, each with why ours cannot be compared."""
     if result.scores is None:
         logger.info(f"{result.split} has no reference captions: captioned, not scored")
     else:
