@@ -56,7 +56,7 @@ class JournalPrinter:
                 self._size = size
                 self._changed()
             for entry in self.follower.new():
-                logger.info(self.line(entry))
+                (logger.warning if entry["kind"] == "warning" else logger.info)(self.line(entry))
         except Exception as error:
             if not self._has_failed:
                 logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")

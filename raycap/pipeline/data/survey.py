@@ -249,9 +249,11 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
         remedy = "add theirs, or remove these images"
         if len(without) == len(dataset):
             problem, remedy = f"the {len(dataset)} images have no captions ({form})", "add some"
-            if candidate.form == "table" and "captions" not in keys.get("columns", {}):
-                columns = printable(", ".join(_columns_of(root / candidate.files[0])[0]))[:500]
-                remedy = f"add some, or set data.columns.captions to one of the columns {columns}"
+            columns = _columns_of(root / candidate.files[0])[0] if candidate.form == "table" else []
+            has_captions = "captions" in keys.get("columns", {}) or not set(COLUMNS["captions"]).isdisjoint(columns)
+            if columns and not has_captions:
+                names_shown = printable(", ".join(columns))[:500]
+                remedy = f"add some, or set data.columns.captions to one of the columns {names_shown}"
         raise UserError(f"{shown(root)}: {problem}, first {shown(without[0])}; {remedy}")
     keys = keys | _split_keys(root, keys, dataset)
     return Survey(form, root, keys, _rows(root, keys)[0])

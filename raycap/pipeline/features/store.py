@@ -96,26 +96,20 @@ def write_shard(
     Only for regions: lengths (rows,), and for each image its boxes (R, 4) or None.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
-    size, digest = _write_array(root / f"shards/{name}.npy", features)
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(features), allow_pickle=False)
+    shard = buffer.getbuffer()
+    (root / f"shards/{name}.npy").write_bytes(shard)
     rows = {
         "key": list(content_keys),
         "shard": [name] * count,
         "row": range(count),
-        "sha256": [digest] * count,
-        "bytes": [size] * count,
+        "sha256": [hashlib.sha256(shard).hexdigest()] * count,
+        "bytes": [len(shard)] * count,
         "length": [None] * count if lengths is None else lengths,
         "boxes": [None if each is None else each.ravel() for each in boxes or [None] * count],
     }
     write_table(manifest_path(root, name), pa.table(rows, schema=MANIFEST))
-
-
-def _write_array(path: StoragePath, array: np.ndarray) -> tuple[int, str]:
-    """Writes an .npy file. Returns its size and digest."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
-    data = buffer.getbuffer()
-    path.write_bytes(data)
-    return len(data), hashlib.sha256(data).hexdigest()
 
 
 def _read_manifests(folder: StoragePath) -> pa.Table:
