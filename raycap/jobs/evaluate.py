@@ -21,7 +21,6 @@ from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import fetched, read_bundle_config
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.comparison.bootstrap import compare
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
@@ -34,7 +33,6 @@ from raycap.pipeline.runs.delivery import bundle_place, bundle_run
 from raycap.pipeline.runs.folder import with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
-from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
@@ -153,18 +151,6 @@ class EvaluatedModel:
         """The bundles."""
         return " + ".join(map(str, self.scores.bundles))
 
-    @property
-    def run(self) -> str | None:
-        """The id of the run that trained the model; None for an ensemble and for a bundle that does not name its run.
-
-        Bundles after different stages of a run have the same.
-        """
-        if len(self.scores.bundles) != 1:
-            return None
-        info = read_bundle_config(fetched(self.scores.bundles[0])).get("info")
-        run = info.get("run") if isinstance(info, dict) else None
-        return run if isinstance(run, str) else None
-
 
 @dataclass(frozen=True)
 class Evaluator:
@@ -190,16 +176,19 @@ class Evaluator:
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
     def evaluate_each(
-        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder
+        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder, *, may_store: bool = True
     ) -> list[EvaluatedModel]:
-        """The scores of each model. Its results are in a folder of `folder`, which is named by its label."""
+        """The scores of each model. Its results are in a folder of `folder`, which is named by its label.
+
+        may_store: whether bundles get the confidence that was fitted.
+        """
         found = []
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
             part = folder.part(label.replace(" ", "-"))
             found.append(EvaluatedModel(label, self.evaluate(bundles, part)))
             name = "+".join(bundle.name for bundle in bundles)
-            write_results(part, found[-1].scores, self.settings, label=name)
+            write_results(part, found[-1].scores, self.settings, label=name, may_store=may_store)
         return found
 
     def compare_systems(
@@ -207,7 +196,8 @@ class Evaluator:
     ) -> int:
         """Evaluates and summarizes models one by one, and those of another system. Returns the exit code."""
         ours = self.evaluate_each(systems, folder)
-        theirs = self.evaluate_each({f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}, folder)
+        compared = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
+        theirs = self.evaluate_each(compared, folder, may_store=False)  # bundles of other people never change
         summarize_systems(folder.place, ours, theirs)
         return exit_code([each.scores for each in (*ours, *theirs)])
 
@@ -217,7 +207,6 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
 
     ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
     """
-    paired = _paired(ours, others)
     scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     content: Values = {
@@ -231,8 +220,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
     if others:
         sides.append(("other: ", _seed_scores(others)))
         metadata["compared with"] = ", ".join(model.name for model in others)
-        content["compared"] = {"models": {model.label: model.name for model in others}, "same_runs": paired is not None}
-        content["compared"]["splits"] = sides[1][1].to_json()
+        content["compared"] = {"models": {model.label: model.name for model in others}, "splits": sides[1][1].to_json()}
         for theirs, our in differences(common_protocol([model.scores.protocol for model in others]), protocol):
             logger.info(f"protocol  other: {theirs}, this: {our}")
     for split in scores.splits:
@@ -243,13 +231,10 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
         logger.info(f"\n{format_table(columns, rows)}\n")
     for split in scores.splits if others else ():
         logger.info(split)
-        results = [[model.scores[split] for model in side] for side in (ours, paired or others)]
-        gaps = compare(*results, same_runs=paired is not None)
+        gaps = compare(*([model.scores[split] for model in side] for side in (ours, others)))
         content["compared"]["splits"][split]["differences"] = {key: asdict(each) for key, each in gaps.items()}
         page_rows.append((f"{split}, difference", [str(gaps.get(column, "")) for column in columns]))
-    decorations = Decorations()
-    write_summary(place, content, columns, page_rows, metadata, decorations)
-    decorations.log_failed()
+    write_summary(place, content, columns, page_rows, metadata)
     logger.info(f"seeds        {place}")
 
 
@@ -257,15 +242,6 @@ def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:
     return SeedScores.of(
         {model.label: {each.split: each.to_json() for each in model.scores.splits} for model in models}
     )
-
-
-def _paired(ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> list[EvaluatedModel] | None:
-    """`others` in the order of `ours`, if both are models of the same runs, such as after other stages; else None."""
-    by_run = {model.run: model for model in others}
-    runs = [model.run for model in ours]
-    if None in runs or len(set(runs)) < len(runs) or len(others) != len(ours) or by_run.keys() != set(runs):
-        return None
-    return [by_run[run] for run in runs]
 
 
 def exit_code(every: Sequence[Scores]) -> int:

@@ -163,11 +163,6 @@ def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
     return Protocol(**shared)
 
 
-def ensemble_protocol(members: Sequence[Protocol]) -> Protocol:
-    """The protocol of an ensemble of these models."""
-    return replace(common_protocol(members), num_models=len(members))
-
-
 def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> EvaluationSection:
     """The settings of a search with bundles of these protocols: first the given ones, then those of the protocols.
 
