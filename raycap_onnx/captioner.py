@@ -16,7 +16,7 @@ from raycap_onnx.description import CaptionerError, Words, one_line, read_json, 
 from raycap_onnx.images import ImageSource, Transform, load_image
 from raycap_onnx.search import Search, beam_search
 
-FORMAT = 1  # of captioner.json
+FORMAT = 2  # of captioner.json
 MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # of captioner.json and vocabulary.json
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
@@ -47,12 +47,15 @@ class Captioner:
         name = folder / "captioner.json"
         content, vocabulary = read_json(name, MAX_BYTES), read_json(folder / "vocabulary.json", MAX_VOCABULARY_BYTES)
         try:
-            require_number(content["format"], "format", FORMAT, FORMAT)
+            if content["format"] != FORMAT:
+                raise CaptionerError(f"format is {content['format']!r:.80}, not {FORMAT}; export the model again")
             self.name, digests = str(content["name"]), dict(content["files"])
             self.search, self.words = Search(**content["search"]), Words(**content["tokens"], **vocabulary)
             self.transform = None if content["image"] is None else Transform(**content["image"])
             self.max_regions = (content["features"] or {}).get("max_regions") or MAX_REGIONS
             require_number(self.max_regions, "max_regions", 1, MAX_REGIONS)
+        except CaptionerError as error:
+            raise CaptionerError(f"{name}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {one_line(error)}"
             raise CaptionerError(f"{name} describes no captioner ({problem}); export the model again") from error
@@ -112,6 +115,8 @@ class Captioner:
         if self.transform is not None or sorted(inputs) != expected:
             raise CaptionerError(f"{self.name} captions {', '.join(expected)}; given are {', '.join(inputs)}")
         arrays = {name: np.asarray(inputs[name], np.int64 if name == "lengths" else np.float32) for name in expected}
+        if arrays["features"].ndim != 3:
+            raise CaptionerError(f"features has the shape {arrays['features'].shape}; expected (B, N, C)")
         if arrays["features"].shape[1] > self.max_regions:
             raise CaptionerError(f"an image has {arrays['features'].shape[1]} regions, more than {self.max_regions}")
         return self._captions(arrays, self._changed_search(beam_size, max_length))
@@ -136,17 +141,17 @@ class Captioner:
     def _step(
         self, tokens: np.ndarray, rows: np.ndarray, memory: dict[str, np.ndarray], cache: dict[str, Any] | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """One step (`raycap_onnx.search.Step`). The cache stays in onnxruntime's memory, which saves copies."""
-        if cache is None:  # before the first step, the sizes that grow, which have names, are 0
-            cache = {}
-            for name, each in self._cache.items():
-                sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])
-                cache[name] = _value(np.zeros((len(tokens), *sizes), KINDS.get(each.type, np.float32)))
-        given = {"tokens": tokens, "parents": rows} | memory
-        values = {name: _value(each) for name, each in given.items()} | cache
-        log_probs, *new = self._decoder.run_with_ort_values(None, values)
-        return log_probs.numpy(), dict(zip(self._cache, new, strict=True))
+        """One step (`raycap_onnx.search.Step`)."""
+        if cache is None:
+            cache = self._empty_cache(len(tokens))
+        log_probs, *new = self._decoder.run(None, {"tokens": tokens, "parents": rows} | memory | cache)
+        return log_probs, dict(zip(self._cache, new, strict=True))
 
-
-def _value(array: np.ndarray) -> Any:
-    return onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+    def _empty_cache(self, rows: int) -> dict[str, Any]:
+        """The cache of `rows` captions before the first step."""
+        cache = {}
+        for name, each in self._cache.items():
+            # ONNX names the sizes that grow, so they are texts in `shape`. They begin at 0.
+            sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])
+            cache[name] = np.zeros((rows, *sizes), KINDS.get(each.type, np.float32))
+        return cache

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 class CaptionerError(ValueError):
     """A folder, a setting or an image cannot be used. The message is one sentence."""
@@ -21,8 +23,15 @@ def one_line(error: Exception) -> str:
 
 def require_number(value: object, name: str, least: int, most: int) -> None:
     """Raises CaptionerError if a value is not a whole number from `least` to `most`."""
-    if type(value) is not int or not least <= value <= most:
+    if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= most:
         raise CaptionerError(f"{name} is {value!r:.80}; it must be a whole number from {least} to {most}")
+
+
+def require_flags(owner: object, *names: str) -> None:
+    """Raises CaptionerError if an attribute with one of these names is neither true nor false."""
+    for name in names:
+        if type(getattr(owner, name)) is not bool:
+            raise CaptionerError(f"{name} is {getattr(owner, name)!r:.80}; it must be true or false")
 
 
 def is_number(value: Any) -> bool:
@@ -72,7 +81,7 @@ class Words:
     without_space: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        if not all(isinstance(text, str) for text in self.words):
+        if type(self.words) is not list or not all(isinstance(text, str) for text in self.words):
             raise CaptionerError("words must be a list of texts")
         for index in (self.sos, self.eos, self.pad, self.unk, *self.open_endings, *self.without_space):
             require_number(index, "the id of a token", 0, len(self.words) - 1)

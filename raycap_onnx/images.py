@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from PIL.TiffImagePlugin import TiffImageFile
 
-from raycap_onnx.description import CaptionerError, is_number, one_line, read_file, require_number
+from raycap_onnx.description import CaptionerError, is_number, one_line, read_file, require_flags, require_number
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
@@ -46,6 +46,7 @@ class Transform:
     def __post_init__(self) -> None:
         require_number(self.image_size, "image_size", 1, MAX_SIZE)
         require_number(self.scaled_side, "scaled_side", self.image_size, 2 * self.image_size)
+        require_flags(self, "keep_aspect")
         if self.interpolation not in INTERPOLATIONS:
             raise CaptionerError(f"interpolation is {self.interpolation!r:.80}; none of {INTERPOLATIONS}")
         if not len(self.mean) == len(self.std) == 3 or not all(map(is_number, [*self.mean, *self.std])):
@@ -55,12 +56,6 @@ class Transform:
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         """Normalized pixels (3, H, W) float32 of an RGB image."""
-        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        pixels = (self.resize(image).astype(np.float32) / np.float32(255.0) - mean) / std
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
-
-    def resize(self, image: Image.Image) -> np.ndarray:
-        """Pixels (H, W, 3) uint8 of the square."""
         width = height = side = self.scaled_side
         if self.keep_aspect:
             image = _without_far_ends(image)
@@ -68,10 +63,10 @@ class Transform:
             scaled = side * longer // shorter
             width, height = (side, scaled) if image.width <= image.height else (scaled, side)
         resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
-        if (width, height) != (self.image_size, self.image_size):
-            left, top = (round((length - self.image_size) / 2) for length in (width, height))
-            resized = resized.crop((left, top, left + self.image_size, top + self.image_size))
-        return np.asarray(resized)
+        left, top = (round((length - self.image_size) / 2) for length in (width, height))
+        square = np.asarray(resized.crop((left, top, left + self.image_size, top + self.image_size)), np.float32)
+        mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
+        return np.ascontiguousarray(((square / np.float32(255.0) - mean) / std).transpose(2, 0, 1))
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:

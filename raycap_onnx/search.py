@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raycap_onnx.description import CaptionerError, Words, is_number, require_number
+from raycap_onnx.description import CaptionerError, Words, is_number, require_flags, require_number
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
@@ -44,7 +44,8 @@ class Search:
 
     def __post_init__(self) -> None:
         if self.sampling or self.beam_groups != 1:
-            raise CaptionerError("the search draws captions or has groups of beams, which raycap_onnx does not have")
+            raise CaptionerError("the search draws captions or has groups of beams, which need raycap itself")
+        require_flags(self, "collapse_repeats", "suppress_unk", "no_open_endings")
         require_number(self.beam_size, "beam_size", 1, MAX_BEAMS)
         require_number(self.max_positions, "max_positions", 2, MAX_TOKENS)
         require_number(self.min_length, "min_length", 2, self.max_positions)

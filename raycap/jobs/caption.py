@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -69,10 +69,6 @@ SearchSet = Annotated[
 Precision = Annotated[
     Literal["float32", "bfloat16"], typer.Option(help="float32, or bfloat16, in which a few captions differ.")
 ]
-MinConfidence = Annotated[
-    float | None,
-    typer.Option(min=0, max=1, help="With --out: write captions with less confidence to a review file beside it."),
-]
 Explain = Annotated[
     Path | None, typer.Option(file_okay=False, help="Write pictures here: attention and attribution of each word.")
 ]
@@ -98,7 +94,6 @@ def caption(
     max_length: MaxLength = None,
     set_: SearchSet = None,
     precision: Precision = "float32",
-    min_confidence: MinConfidence = None,
     explain: Explain = None,
     gpus_per_worker: GpusPerWorker = None,
     max_workers: MaxWorkers = None,
@@ -118,11 +113,9 @@ def caption(
     processes = Processes(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     changes = _changes(set_ or (), beam_size, max_length)
     opened = open_bundle("--model", model)
-    request = Request(opened, changes, num_results, precision, min_confidence, explain, processes)
+    request = Request(opened, changes, num_results, precision, explain, processes)
     request.check(len(names))
-    output = None if out is None else CaptionFile(storage_path(out), min_confidence)
-    if output is None and min_confidence is not None:
-        raise UserError(f"--min-confidence {min_confidence:g} needs --out, beside which it writes the review file")
+    output = None if out is None else CaptionFile(storage_path(out))
     return _caption(names, request, output, json_lines=json_lines)
 
 
@@ -145,14 +138,13 @@ class Request:
     """What the options of the command ask for.
 
     changes: keys of the section `evaluation` that replace those of the bundle's search. num_results: captions per
-    image. min_confidence: as in `CaptionFile`. explain: the folder for pictures of heat maps, or None.
+    image. explain: the folder for pictures of heat maps, or None.
     """
 
     opened: OpenedBundle
     changes: Values
     num_results: int
     precision: str
-    min_confidence: float | None
     explain: Path | None
     processes: Processes
 
@@ -182,13 +174,12 @@ class Request:
             )
         if self.num_results > settings.beam_size and not settings.decoding.sampling:
             raise UserError(f"--n-best {self.num_results}: expected 1 to the beam's size, {settings.beam_size}")
-        if self.confidence is None and (bundle.confidences or self.min_confidence is not None):
-            reason = "the model has no confidence in captions of this search"
-            remedy = "`raycap evaluate --model` fits one on the validation split"
-            if self.min_confidence is not None:
-                raise UserError(f"--min-confidence {self.min_confidence:g}: {reason}; {remedy}")
+        if self.confidence is None and bundle.confidences:
             searches = " and ".join(quoted(fit.search) for fit in bundle.confidences)
-            _print_note(f"{reason}, only of {searches}; {remedy}")
+            _print_note(
+                f"the model has no confidence in captions of this search, only of {searches}; `raycap evaluate "
+                "--model` fits one on the validation split"
+            )
         if self.explain is not None:
             if self.joins_cluster or num_images >= MIN_IMAGES_FOR_RAY:
                 raise UserError(f"--explain needs fewer than {MIN_IMAGES_FOR_RAY} images, and no cluster")
@@ -209,7 +200,6 @@ class Request:
             "model": bundle.config["name"],
             "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # names of bundles can be equal
             "fit": self.confidence and self.confidence.digest,
-            "min_confidence": self.min_confidence,
         }
 
 
@@ -234,22 +224,20 @@ def _caption(names: Sequence[str], request: Request, output: CaptionFile | None,
     if output is not None and done:
         _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {output.place} already")
     uses_ray = bool(pending) and (request.joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
-    decorations, num_failed, largest_gap = Decorations(), 0, 0.0
+    decorations, num_failed = Decorations(), 0
     with ExitStack() as stack:
         if uses_ray:
             rows = stack.enter_context(_on_ray(pending, request))
         else:
             rows = _in_process(pending, request, decorations)
-        write = _printer(json_lines) if output is None else stack.enter_context(output.open(signature))
+        write = partial(_print_row, json_lines) if output is None else stack.enter_context(output.open(signature))
         with progress("captions", len(pending)) as advance:
             for row in rows:
                 num_failed += "error" in row
-                largest_gap = max(largest_gap, row.get("attribution", {}).get("gap", 0.0))
                 write(row)
                 advance(1)
     if request.explain is not None and num_failed < len(pending):
-        gap = f"attributions add up to the words' log-probabilities within {largest_gap:.3f} nats"
-        _print_note(f"heat maps: {request.explain}; {gap}")
+        _print_note(f"heat maps: {request.explain}")
     decorations.log_failed(f"caption the image again{' without --out' if output else ''}")
     num_failed += sum(not has_caption for has_caption in done.values())
     if num_failed:
@@ -258,9 +246,6 @@ def _caption(names: Sequence[str], request: Request, output: CaptionFile | None,
         seconds = time.monotonic() - begin
         speed = f"{len(pending)} images in {seconds:.0f} s, {len(pending) / seconds:.1f} images/s"
         _print_note(f"captions: {output.place} ({speed})")
-        if output.min_confidence is not None:
-            limit = f"captions with a confidence below {output.min_confidence:g}"
-            _print_note(f"review:   {output.review} ({limit})")
     return 1 if num_failed else 0
 
 
@@ -279,7 +264,7 @@ def _in_process(names: Sequence[str], request: Request, decorations: Decorations
         if request.explain is not None and found.caption is not None:
             path = request.explain / f"{number:04d}-{Path(name).stem}.png"
             with decorations.making(f"the picture of {name}"):
-                row |= _draw_words(path, name, service, found.caption)
+                _draw_words(path, name, service, found.caption)
         yield row
 
 
@@ -342,31 +327,24 @@ def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
     return pool
 
 
-def _draw_words(path: Path, name: str, service: CaptionService, caption: str) -> Values:
-    """Draws the attention and attribution of each word to `path`.
-
-    Returns the entry `attribution` of the image's row: `steps` is the number of integration steps, and `gap` is the
-    largest difference, in nats, between a word's log-probability and the sum of its attributions.
-    """
+def _draw_words(path: Path, name: str, service: CaptionService, caption: str) -> None:
+    """Draws the attention and attribution of each word to `path`."""
     image = load_image(name)
     explanation = service.explain(service.transform(image), caption)
     assert explanation.attribution is not None
     maps = {"attention": explanation.attention, "attribution": explanation.attribution}
     draw_word_maps(path, image, explanation.words, maps, explanation.grid)
-    return {"attribution": {"steps": explanation.steps, "gap": round(explanation.gap, 6)}}
 
 
-def _printer(json_lines: bool) -> Callable[[Row], None]:
-    """Returns a function that prints a row as JSON or as text, with control characters escaped."""
-    return lambda row: print(json.dumps(row) if json_lines else _format_row(row))
-
-
-def _format_row(row: Row) -> str:
-    """An output row as text for the terminal."""
+def _print_row(json_lines: bool, row: Row) -> None:
+    """Prints an output row as JSON, or as text with escaped control characters."""
+    if json_lines:
+        print(json.dumps(row))
+        return
     confidence = f"  (confidence {row['confidence']:.2f})" if "confidence" in row else ""
     lines = [f"{row['image']}: {row['caption'] + confidence if 'caption' in row else 'error: ' + row['error']}"]
     lines += [f"    {entry['log_prob']:8.3f}  {entry['caption']}" for entry in row.get("n_best", ())]
-    return "\n".join(map(printable, lines))
+    print("\n".join(map(printable, lines)))
 
 
 def _print_note(text: str) -> None:

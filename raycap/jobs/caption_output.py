@@ -19,7 +19,7 @@ from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.storage.atomic import write_bytes
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part has this many lines, or those of this many seconds
@@ -32,25 +32,9 @@ Write = Callable[[Row], None]
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """A local file or a folder on S3 for captions.
-
-    min_confidence: captions with less confidence, or without any, go to `review`; None for all to the file.
-    """
+    """A local file or a folder on S3 for captions."""
 
     place: StoragePath
-    min_confidence: float | None = None
-
-    @property
-    def review(self) -> StoragePath:
-        """The file NAME.review.jsonl beside the local file NAME.jsonl, and OUT/review/ on S3."""
-        if self.place.is_remote:
-            return self.place / "review"
-        path = self.place.path
-        return storage_path(path.with_name(f"{path.stem}.review{path.suffix}"))
-
-    @property
-    def _places(self) -> list[StoragePath]:
-        return [self.place] if self.min_confidence is None else [self.place, self.review]
 
     def read_done(self, signature: Row) -> dict[str, bool]:
         """Returns {image: whether it has a caption} for the images that earlier calls have written.
@@ -60,28 +44,43 @@ class CaptionFile:
         caption.
         """
         done: dict[str, bool] = {}
-        for place in self._places:
-            files = _files(place)
-            with ThreadPoolExecutor(NUM_READERS) as pool:
-                for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
-                    complete = data[: data.rfind(b"\n") + 1]  # a killed command has left its last line incomplete
-                    for number, line in enumerate(complete.splitlines(), 1):
-                        image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
-                        done[image] = has_caption
-                    if complete != data and not file.is_remote:
-                        write_bytes(file.path, complete)
+        files = _files(self.place)
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
+                complete = data[: data.rfind(b"\n") + 1]  # a killed command has left its last line incomplete
+                for number, line in enumerate(complete.splitlines(), 1):
+                    image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
+                    done[image] = has_caption
+                if complete != data and not file.is_remote:
+                    write_bytes(file.path, complete)
         return done
 
     @contextmanager
     def open(self, signature: Row) -> Iterator[Write]:
-        """Yields a function that adds the row of an image, with the signature."""
-        if self.min_confidence is None:
-            with _open_place(self.place, signature) as write:
-                yield write
+        """Yields a function that adds the row of an image as a JSON line, with the values of the signature.
+
+        The line lacks values that are None. A file name that is not UTF-8 contains lone surrogates, which become JSON
+        escapes.
+        """
+        given = {key: value for key, value in signature.items() if value is not None}
+
+        def line(row: Row) -> bytes:
+            return (json.dumps({**row, **given}, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+        if self.place.is_remote:
+            parts = Parts(self.place)
+            try:
+                yield lambda row: parts.add(line(row))
+            finally:
+                parts.flush()
             return
-        limit = self.min_confidence
-        with _open_place(self.place, signature) as write, _open_place(self.review, signature) as write_review:
-            yield lambda row: (write_review if "caption" in row and row.get("confidence", -1.0) < limit else write)(row)
+        with self.place.path.open("ab") as file:
+
+            def write(row: Row) -> None:
+                file.write(line(row))
+                file.flush()  # a killed command loses only the image that it was captioning
+
+            yield write
 
 
 def _files(place: StoragePath) -> list[StoragePath]:
@@ -104,33 +103,6 @@ def _parse(line: bytes, signature: Row, name: str) -> tuple[str, bool]:
     if differing:
         raise UserError(f"{name} was written with {quoted(found)}, not {expected}; give another name")
     return image, has_caption
-
-
-@contextmanager
-def _open_place(place: StoragePath, signature: Row) -> Iterator[Write]:
-    """Yields a function that adds a row to one place, as a JSON line with the values of the signature that are given.
-
-    A file name that is not UTF-8 contains lone surrogates, which become JSON escapes.
-    """
-    given = {key: value for key, value in signature.items() if value is not None}
-
-    def line(row: Row) -> bytes:
-        return (json.dumps({**row, **given}, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-
-    if place.is_remote:
-        parts = Parts(place)
-        try:
-            yield lambda row: parts.add(line(row))
-        finally:
-            parts.flush()
-        return
-    with place.path.open("ab") as file:
-
-        def write(row: Row) -> None:
-            file.write(line(row))
-            file.flush()  # a killed command loses only the image that it was captioning
-
-        yield write
 
 
 class Parts:

@@ -21,7 +21,6 @@ from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import fetched, read_bundle_config
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, differences
@@ -34,7 +33,6 @@ from raycap.pipeline.runs.delivery import bundle_place, bundle_run
 from raycap.pipeline.runs.folder import with_decisions_of
 from raycap.pipeline.runs.preflight import check_score_inputs, check_storage
 from raycap.pipeline.runs.prepare import open_run
-from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
@@ -154,18 +152,6 @@ class EvaluatedModel:
         """The bundles."""
         return " + ".join(map(str, self.scores.bundles))
 
-    @property
-    def run(self) -> str | None:
-        """The id of the run that trained the model; None for an ensemble and for a bundle that does not name its run.
-
-        Bundles after different stages of a run have the same.
-        """
-        if len(self.scores.bundles) != 1:
-            return None
-        info = read_bundle_config(fetched(self.scores.bundles[0])).get("info")
-        run = info.get("run") if isinstance(info, dict) else None
-        return run if isinstance(run, str) else None
-
 
 @dataclass(frozen=True)
 class Evaluator:
@@ -191,16 +177,19 @@ class Evaluator:
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
     def evaluate_each(
-        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder
+        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder, *, may_store: bool = True
     ) -> list[EvaluatedModel]:
-        """The scores of each model. Its results are in a folder of `folder`, which is named by its label."""
+        """The scores of each model. Its results are in a folder of `folder`, which is named by its label.
+
+        may_store: whether bundles get the confidence that was fitted.
+        """
         found = []
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
             part = folder.part(label.replace(" ", "-"))
             found.append(EvaluatedModel(label, self.evaluate(bundles, part)))
             name = "+".join(bundle.name for bundle in bundles)
-            write_results(part, found[-1].scores, self.settings, label=name)
+            write_results(part, found[-1].scores, self.settings, label=name, may_store=may_store)
         return found
 
     def compare_systems(
@@ -208,7 +197,8 @@ class Evaluator:
     ) -> int:
         """Evaluates and summarizes models one by one, and those of another system. Returns the exit code."""
         ours = self.evaluate_each(systems, folder)
-        theirs = self.evaluate_each({f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}, folder)
+        compared = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
+        theirs = self.evaluate_each(compared, folder, may_store=False)  # bundles of other people never change
         summarize_systems(folder.place, ours, theirs)
         return exit_code([each.scores for each in (*ours, *theirs)])
 
@@ -218,7 +208,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
 
     ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
     """
-    paired, scores = _paired(ours, others), _seed_scores(ours)
+    scores = _seed_scores(ours)
     columns, sides = scores.columns, {"": scores}
     if others:
         sides["other: "] = _seed_scores(others)
@@ -233,15 +223,12 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
     gaps: Differences = {}
     for split in scores.splits if others else ():
         logger.info(split)
-        results = [[model.scores[split] for model in side] for side in (ours, paired or others)]
-        gaps[split] = compare(*results, same_runs=paired is not None)
+        gaps[split] = compare(*([model.scores[split] for model in side] for side in (ours, others)))
     content, metadata = _content(ours, scores), {"models": _bundles(ours)}
     if others:
-        content["compared"] = _content_of_others(others, sides["other: "], gaps, same_runs=paired is not None)
+        content["compared"] = _content_of_others(others, sides["other: "], gaps)
         metadata["compared with"] = _bundles(others)
-    decorations = Decorations()
-    write_summary(place, content, columns, _page_rows(sides, gaps), metadata, decorations)
-    decorations.log_failed()
+    write_summary(place, content, columns, _page_rows(sides, gaps), metadata)
     logger.info(f"seeds        {place}")
 
 
@@ -264,18 +251,12 @@ def _content(models: Sequence[EvaluatedModel], scores: SeedScores) -> Values:
     }
 
 
-def _content_of_others(
-    others: Sequence[EvaluatedModel], scores: SeedScores, gaps: Differences, *, same_runs: bool
-) -> Values:
-    """The part of scores.json about the other system. gaps: the differences. same_runs: see `paired_difference`."""
-    return {
-        "models": {model.label: model.name for model in others},
-        "same_runs": same_runs,
-        "splits": {
-            split: entry | ({"differences": differences_json(gaps[split])} if split in gaps else {})
-            for split, entry in scores.to_json().items()
-        },
-    }
+def _content_of_others(others: Sequence[EvaluatedModel], scores: SeedScores, gaps: Differences) -> Values:
+    """The part of scores.json about the other system. gaps: the differences from it."""
+    splits = scores.to_json()
+    for split, by_metric in gaps.items():
+        splits[split]["differences"] = differences_json(by_metric)
+    return {"models": {model.label: model.name for model in others}, "splits": splits}
 
 
 def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
@@ -283,9 +264,8 @@ def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
 
     sides: the system and, if it is compared, the other one, by the prefix of their rows.
     """
-    scores = next(iter(sides.values()))
-    columns, rows = scores.columns, Rows()
-    for split in scores.splits:
+    columns, rows = sides[""].columns, Rows()
+    for split in sides[""].splits:
         for prefix, side in sides.items():
             rows += side.rows(split, columns, prefix) + side.rows_of_models(split, columns)
     for split, by_metric in gaps.items():
@@ -297,15 +277,6 @@ def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:
     return SeedScores.of(
         {model.label: {each.split: each.to_json() for each in model.scores.splits} for model in models}
     )
-
-
-def _paired(ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> list[EvaluatedModel] | None:
-    """`others` in the order of `ours`, if both are models of the same runs, such as after other stages; else None."""
-    by_run = {model.run: model for model in others}
-    runs = [model.run for model in ours]
-    if None in runs or len(set(runs)) < len(runs) or len(others) != len(ours) or by_run.keys() != set(runs):
-        return None
-    return [by_run[run] for run in runs]
 
 
 def exit_code(every: Sequence[Scores]) -> int:

@@ -11,7 +11,6 @@ import typer
 
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 
 OPSETS = range(18, 24)  # known to PyTorch's exporter and to onnxruntime
 REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
@@ -41,11 +40,10 @@ def export(
     check_output_folder("--out", out)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
-    opened = open_bundle("BUNDLE", model)
-    source, decoding = bundle_digests(opened.folder, CONTENT_FILES), opened.bundle.search.decoding
+    bundle = open_bundle("BUNDLE", model).bundle
     logger.info(f"exporting {model} in {precision}")
-    if decoding.sampling or decoding.beam_groups > 1:
+    if bundle.search.decoding.sampling or bundle.search.decoding.beam_groups > 1:
         logger.warning("the model's search draws captions or has groups of beams, which raycap_onnx refuses")
-    differences = export_captioner(opened.bundle, out, precision=precision, opset=opset, source=source)
-    print(f"the graphs differ from the model by up to {differences}")
+    difference = export_captioner(bundle, out, precision=precision, opset=opset)
+    print(f"the graphs differ from the model by up to {difference:.1e}")
     print(f"The captioner: {out}")

@@ -12,8 +12,8 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.first_configuration import config_text, counts_of, detect_language
-from raycap.pipeline.data.survey import survey
+from raycap.pipeline.data.first_configuration import Counts, Language, config_text, counts_of, detect_language
+from raycap.pipeline.data.survey import Survey, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
 from raycap.pipeline.storage.atomic import write_bytes
@@ -49,21 +49,26 @@ def init(
     captions = [caption for row in found.dataset.table["captions"].slice(0, NUM_READ).to_pylist() for caption in row]
     language = detect_language(captions)
     counts = counts_of(found, language)
-    splits = Counter(found.dataset.split_sizes())
-    files = [each["annotations"] for each in found.keys.get("sources") or [found.keys]]
-    places = ", ".join(found.root.uri if file == "." else file for file in files)
-    numbers = sorted({len(captions) for captions in found.dataset.column("captions")})
-    per_image = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    lines = {
-        "found": f"{found.form}: {places}",
-        "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits.most_common()),
-        "captions": f"{counts.captions}, {per_image} per image, nearly all of at most {counts.words} words",
-        "language": f"{language.code or 'unknown'} ({language.script.title()}), tokenizer {language.tokenizer}",
-    }
-    for key, text in lines.items():
+    for key, text in _summary(found, language, counts).items():
         print(f"{key:<9} {printable(text)}")
     write_bytes(path, config_text(found, name, language, counts, is_pretrained=pretrained).encode())
     load_config(path)  # what is written is valid
     print(f"wrote     {path}")
     print(f"next      raycap check {path}\n          raycap run {path}")
     return 0
+
+
+def _summary(found: Survey, language: Language, counts: Counts) -> dict[str, str]:
+    """What was found, by the labels under which the command prints it."""
+    sources = found.keys.get("sources", [found.keys])  # one source has no list
+    files = [source["annotations"] for source in sources]
+    places = ", ".join(found.root.uri if file == "." else file for file in files)
+    numbers = sorted({len(texts) for texts in found.dataset.column("captions")})
+    per_image = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    splits = Counter(found.dataset.split_sizes()).most_common()
+    return {
+        "found": f"{found.form}: {places}",
+        "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits),
+        "captions": f"{counts.captions}, {per_image} per image, nearly all of at most {counts.words} words",
+        "language": f"{language.code or 'unknown'} ({language.script.title()}), tokenizer {language.tokenizer}",
+    }

@@ -23,10 +23,14 @@ class JournalPrinter:
 
     def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
         """changed: called after each change of the journal, even if a resumed stage repeats entries."""
-        self.folder, self.follower = folder, Follower(folder.journal)
-        self._changed, self._size = changed, journal_bytes(folder.journal)
+        self.folder = folder
+        self.follower = Follower(folder.journal)
         self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
-        self._downloaded_at, self._stop, self._has_failed = time.monotonic(), threading.Event(), False
+        self._changed = changed
+        self._size = journal_bytes(folder.journal)
+        self._downloaded_at = time.monotonic()
+        self._has_failed = False
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._print_repeatedly, name="journal-printer", daemon=True)
 
     def __enter__(self) -> None:
@@ -56,7 +60,7 @@ class JournalPrinter:
                 self._size = size
                 self._changed()
             for entry in self.follower.new():
-                logger.info(self.line(entry))
+                (logger.warning if entry["kind"] == "warning" else logger.info)(self.line(entry))
         except Exception as error:
             if not self._has_failed:
                 logger.warning(f"journal   {self.folder.journal} cannot be printed: {type(error).__name__}: {error}")

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 EXPANSIONNET = "github.com/jchenghu/ExpansionNet_v2"
 MESHED_MEMORY = "github.com/aimagelab/meshed-memory-transformer"
-SPLITS, IMAGES = "dataset_coco.json", "val2014"
+SPLITS, IMAGES, REGIONS = "dataset_coco.json", "val2014", "coco_detections.hdf5"
 COCO = {SPLITS: f"Karpathy's splits, in the drive that the README of {EXPANSIONNET} links"}
 OF_IMPORT = ("model.", "backbone.")  # the beginning of the keys of the import
 TOLERANCE = 0.005  # of CIDEr-D: the papers print three digits, and libraries resize and decode images differently
@@ -39,7 +39,7 @@ class Published:
     """A published model.
 
     row: the name of the published row whose scores it should reproduce. files: for each file what it is and where it
-    can be found. settings: keys of the evaluation whose values are files, with the names of these files.
+    can be found.
     """
 
     title: str
@@ -48,7 +48,6 @@ class Published:
     checkpoint: str
     tokens: str
     files: Mapping[str, str]
-    settings: Mapping[str, str]
 
     @property
     def path(self) -> Path:
@@ -69,7 +68,6 @@ PUBLISHED = {
             **COCO,
             IMAGES: "the folder of COCO's validation images COCO_val2014_*.jpg, from val2014.zip of cocodataset.org",
         },
-        {},
     ),
     "meshed_memory": Published(
         "Meshed-Memory Transformer",
@@ -81,9 +79,8 @@ PUBLISHED = {
             "meshed_memory_transformer.pth": f"the checkpoint, linked in the README of {MESHED_MEMORY}",
             "vocab.pkl": f"its vocabulary, in {MESHED_MEMORY}",
             **COCO,
-            "coco_detections.hdf5": f"the region features, linked in the README of {MESHED_MEMORY}",
+            REGIONS: f"the region features, linked in the README of {MESHED_MEMORY}",
         },
-        {"features.hdf5": "coco_detections.hdf5"},
     ),
 }
 
@@ -122,6 +119,7 @@ def reproduce(
         raise UserError(f"{shown(folder)} has no published checkpoint; put one of these files there: {checkpoints}")
     for name in systems:
         _require_files(folder, PUBLISHED[name])
+        # raises before the first, long import if an override is wrong
         load_config(PUBLISHED[name].path, _evaluation_overrides(name, folder, out / name, set_ or ()))
     return max(_reproduce(name, folder, out / name, set_ or (), address) for name in systems)
 
@@ -168,13 +166,14 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
 
     num_gpus = min(1, torch.cuda.device_count())
     places = {"data.root": folder, "storage": out / "storage"}
-    places |= {key: folder / name for key, name in PUBLISHED[system].settings.items()}
     numbers = {"workers.num_workers": 1, "workers.cpus_per_worker": 1}
     numbers |= {"workers.gpus_per_worker": num_gpus, "features.gpus_per_actor": num_gpus}
-    quoted = [f"{key}={json.dumps(str(path.absolute()))}" for key, path in places.items()]
     given = [override for override in overrides if not override.startswith(OF_IMPORT)]
-    if "features.hdf5" not in places:  # the published scores are those of captions of pixels
+    if REGIONS in PUBLISHED[system].files:
+        places["features.hdf5"] = folder / REGIONS
+    else:  # the published scores are those of captions of pixels
         given = ["features.store=never", *given]
+    quoted = [f"{key}={json.dumps(str(path.absolute()))}" for key, path in places.items()]
     return [*quoted, *(f"{key}={value}" for key, value in numbers.items()), *given]
 
 

@@ -417,6 +417,11 @@ class RunDriver:
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,
         }
+        # A worker that was killed at the end of its stage has left its checkpoints.
+        if left := list(folder.path.glob("stages/*/step-*")):
+            for checkpoint in left:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            folder.push("stages")
         write_json(folder.path / "COMPLETE.json", summary)
         folder.push("COMPLETE.json")
         logger.info(summary["table"])

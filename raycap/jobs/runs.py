@@ -414,7 +414,7 @@ def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> l
 def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: float) -> list[Removal]:
     """Runs that were not trained to the end, have not changed for `least_days`, and are not in `needed`.
 
-    A run that lacks only its evaluation stays, because a search may have trained its backbone with it.
+    A run that lacks only its evaluation stays, because it may be the stand-in from which searches take their backbone.
     """
     unfinished = [run for run in runs if run.state in ("interrupted", "unprepared") and run.facts["at"] != TRAINED]
     old = [run for run in unfinished if run.days >= least_days and run.name not in needed]
@@ -434,17 +434,17 @@ def remove(storage: StoragePath, removal: Removal) -> bool:
                 if re.fullmatch(pattern, name):
                     (place / name).delete()
         return True
-    hidden = place.path
+    folder = place.path
     with ExitStack() as stack:
         if is_run:
-            has_lock = hidden.is_dir() and stack.enter_context(try_lock(hidden))
+            has_lock = folder.is_dir() and stack.enter_context(try_lock(folder))
             if not has_lock:
                 return False
         if removal.kind != "leftover":
-            hidden = hidden.with_name(f".{hidden.name}.{uuid.uuid4().hex[:12]}.tmp")
+            folder = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.tmp")
             try:
-                place.path.rename(hidden)
+                place.path.rename(folder)
             except FileNotFoundError:  # another process has removed it
                 return False
-        shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     return True

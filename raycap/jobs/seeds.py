@@ -74,7 +74,7 @@ def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -
     texts = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
     logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")
     decorations, metadata = Decorations(), {"runs": ", ".join(folder.run_id for folder in folders)}
-    write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": texts}, decorations)
+    write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": texts})
     with decorations.making("the tag of the seeds in the tracker"):
         if folders[0].config.tracking.enabled:
             client = tracking_client(folders[0].config)

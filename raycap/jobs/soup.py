@@ -116,8 +116,8 @@ def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
     """The weighted sum of tensors by name, computed in float32.
 
     The states have equal names, shapes and dtypes. A tensor that is equal in all of them is kept as it is, so that
-    a backbone that no member has trained remains bit for bit. So are the tensors of a member with the weight 1. Raises
-    UserError for tensors of whole numbers that differ.
+    a backbone that no member has trained remains bit for bit. Raises UserError for tensors of whole numbers that
+    differ.
     """
     import torch
 
@@ -128,8 +128,6 @@ def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
             found[name] = tensor
         elif not tensor.is_floating_point():
             raise UserError(f"the tensor {name} has whole numbers that differ; give models of one recipe")
-        elif len(used) == 1:
-            found[name] = tensor
         else:
             total = torch.zeros_like(tensor, dtype=torch.float32)
             for state, weight in used:

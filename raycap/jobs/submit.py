@@ -217,10 +217,10 @@ def entrypoint(command: str, arguments: Sequence[str], secrets: Sequence[str] = 
 
 
 def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[str, Path], str | None]:
-    """The files to send beside the package, by their path in the job's folder, and the configuration's path there.
+    """The files to send beside the package, as {path in the job's folder: local file}, and the configuration's path.
 
-    The first are the configuration and the files that it references, unless the package has them. The others are files
-    with relative paths among `named`. The job starts in its folder, so that it finds them under the same paths.
+    The files are the configuration with the files that it references, unless the package has them, and the files among
+    `named` with relative paths. The job finds these under the same paths, because it starts in its folder.
     """
     paths = (Path(path) for path in named)
     files = {

@@ -98,8 +98,12 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
     """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
     config = load_config(path, overrides)
     check_storage(config)
-    files = sorted((config.storage_place / "runs").list())
-    for name in [file.removesuffix("/run.json") for file in files if file.endswith("/run.json")]:
+    place = config.storage_place / "runs"
+    if place.is_remote:
+        names = [file.removesuffix("/run.json") for file in place.list() if file.endswith("/run.json")]
+    else:  # listing all files of a network file system would take minutes
+        names = [file.parent.name for file in place.path.glob("*/run.json")]
+    for name in sorted(names):
         # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
         prefix, _, digest = name.rpartition("-")
         if prefix != config.name or not digest.isalnum():

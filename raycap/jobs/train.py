@@ -123,10 +123,15 @@ def _reason(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The line in which Ray names a cause of death, or else the type and the first line of an error's message."""
+    """The line in which Ray names a cause of death, or else the type and the first line of an error's message.
+
+    If a GPU's memory did not suffice, the keys that need less follow.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = next((line for line in lines if " because " in line), None)
-    return cause or f"{type(error).__name__}: {lines[0] if lines else ''}"
+    remedy = "; raise the stage's gradient_accumulation_steps, or set backbone.gradient_checkpointing to true"
+    text = cause or f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return text + (remedy if "CUDA out of memory" in str(error) else "")
 
 
 def _trainer(job: StageJob) -> Any:

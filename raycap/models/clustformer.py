@@ -418,16 +418,19 @@ class ClustFormer(EncoderDecoder):
         super().__init__(config, sizes)
         width = config.d_model
         self.input = nn.Linear(sizes.feature_width, width)
-        own = config.input_dropout
-        self.input_dropout = Dropout(config.dropout if own is None else own, fixed=own is not None)
-        numbers = range(1, config.num_encoder_layers + 1)
-        self.encoder = layer_list(ClusteredEncoderLayer(config, "encoder", number) for number in numbers)
+        own_dropout = config.input_dropout
+        is_fixed = own_dropout is not None  # a stage's dropout then does not change it
+        self.input_dropout = Dropout(config.dropout if own_dropout is None else own_dropout, fixed=is_fixed)
+        self.encoder = layer_list(
+            ClusteredEncoderLayer(config, "encoder", number) for number in range(1, config.num_encoder_layers + 1)
+        )
         self.encoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
         self.token_embedding = token_embedding(config, sizes)
         self.word_dropout = Dropout(config.dropout)
         self.register_buffer("positions", sinusoids(sizes.max_positions, width), persistent=False)
-        numbers = range(1, config.num_decoder_layers + 1)
-        self.decoder = layer_list(ClusteredDecoderLayer(config, "decoder", number) for number in numbers)
+        self.decoder = layer_list(
+            ClusteredDecoderLayer(config, "decoder", number) for number in range(1, config.num_decoder_layers + 1)
+        )
         self.decoder_norm = nn.LayerNorm(width) if config.norm == "pre" else nn.Identity()
         self.lm_head = lm_head(config, sizes, self.token_embedding)
 

@@ -490,5 +490,5 @@ def content_key_of(key: str) -> str:
 
 
 def seed_of_key(key: str) -> int | None:
-    """The seed of `augmented` for a key of `Views.keys`. None for a content key, whose image is not changed."""
+    """The seed with which `augmented` makes the version of an image that has this key; None for the unchanged image."""
     return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) if "-" in key else None

@@ -49,6 +49,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     monkeypatch.setattr(
         "raycap.pipeline.evaluation.evaluate.fit_split", lambda result, search, _: make_confidence(search)
     )
+    (checkpoint := trained.path / f"stages/{FROZEN_STAGES[0]}/step-3").mkdir()  # as after a kill at the stage's end
     with monkeypatch.context() as failing:
         failing.setattr("raycap.jobs.run.write_report", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
@@ -56,7 +57,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
         run(config)
     reason = "RuntimeError: broken on purpose"
     assert summary(trained)["missing"] == {"METEOR": reason, "the report": reason}
-    assert summary(trained)["tracked"] is False and not report.exists()
+    assert summary(trained)["tracked"] is False and not report.exists() and not checkpoint.exists()
     scores = json.loads((trained.path / "scores.json").read_text())["splits"]
     assert scores["test"]["scores"]["CIDEr-D"] is not None and scores["test"]["unavailable"] == {"METEOR": reason}
     assert f"the report could not be made ({reason}); the same command makes it again" in log_lines

@@ -79,18 +79,22 @@ def test_training_after_another_run_in_the_same_process_gives_the_same_weights(t
 
 
 def test_the_bundles_of_several_seeds_are_compared_with_those_of_another_system(
-    tmp_path: Path, log_lines: list[str], without_ray: None
+    tmp_path: Path, log_lines: list[str], without_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, out = write_config(tmp_path / "run.yaml", colors_config(tmp_path)), tmp_path / "out"
     bundles = [str(make_bundle(tmp_path / f"bundle-{number}", seed=number)) for number in range(4)]
+    stored = list[str]()  # bundles that get a confidence: none of the other system
+    keep = "raycap.pipeline.evaluation.reports.report.keep_results"
+    monkeypatch.setattr(keep, lambda scores, *_: stored.extend(map(str, scores.bundles)))
     assert evaluate(config, models=bundles[:2], seeds=2, compared=bundles[2:], out=str(out)) == 0
+    assert stored == bundles[:2]
     summary = json.loads((out / "scores.json").read_text())
     parts = ("model-1", "model-2", "other-1", "other-2")
     single = [json.loads((out / part / "scores.json").read_text())["splits"]["test"] for part in parts]
     values = [entry["scores"]["ROUGE-L"] for entry in single]
     assert summary["splits"]["test"]["scores"]["ROUGE-L"]["values"] == values[:2]
     compared = summary["compared"]["splits"]["test"]
-    assert compared["scores"]["ROUGE-L"]["values"] == values[2:] and not summary["compared"]["same_runs"]
+    assert compared["scores"]["ROUGE-L"]["values"] == values[2:]
     difference = compared["differences"]["ROUGE-L"]
     assert difference["mean"] == pytest.approx(sum(values[:2]) / 2 - sum(values[2:]) / 2)
     assert difference["low"] < difference["mean"] < difference["high"] and "BLEU-4" not in compared["differences"]

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from raycap.models.encoders.backbone import Backbone, image_transform
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import find_captions
-from raycap.pipeline.serving.export import Differences, export_captioner
+from raycap.pipeline.serving.export import export_captioner
 from raycap_onnx import Caption
 from tests.support.bundles import SWIN
 
@@ -68,7 +68,7 @@ def make_captioner_bundle(name: str, protocol: dict[str, Any] | None = None) -> 
     return Bundle(captioner, WORDS, transform, config)
 
 
-Export = Callable[[str], tuple[Path, Differences]]
+Export = Callable[[str], tuple[Path, float]]
 
 
 @pytest.fixture(scope="session")
@@ -81,15 +81,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
 
-    def export(name: str) -> tuple[Path, Differences]:
+    def export(name: str) -> tuple[Path, float]:
         folder = root / f"export {name}"
         record = root / f"export {name}.json"
         with (root / f"export {name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not record.exists():
-                differences = export_captioner(make_captioner_bundle(name), folder, source={"a": "b"})
-                record.write_text(json.dumps(asdict(differences)))
-        return folder, Differences(**json.loads(record.read_text()))
+                record.write_text(json.dumps(export_captioner(make_captioner_bundle(name), folder)))
+        return folder, json.loads(record.read_text())
 
     return export
 

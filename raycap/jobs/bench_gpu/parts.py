@@ -1,12 +1,13 @@
 """The parts of the benchmark: training steps, extraction and decoding.
 
-Each part yields the name of a row and the function that measures it.
+Each part yields the rows of the table without results, and the function that measures each row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -15,7 +16,7 @@ import torch
 
 from raycap.jobs.bench_gpu.measuring import measure
 from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
-from raycap.models.base import CaptionModel, Features
+from raycap.models.base import Features
 from raycap.models.captioner import build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.decoding.graphed_search import GraphedSearch
@@ -48,20 +49,20 @@ REHEARSAL = Scale(  # on a CPU
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One line of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
 
-    samples: images or pairs in all epochs of the paper's stage; 0 if the row is no stage.
+    samples: images or pairs of the paper's recipe on COCO for which such calls are made; 0 if it makes none.
     """
 
     part: str
     case: str
     precision: str
-    seconds: float
-    memory_gib: float
     count: int
     samples: int = 0
+    seconds: float = math.nan
+    memory_gib: float = math.nan
 
     @property
     def per_second(self) -> float:
@@ -69,11 +70,12 @@ class Row:
 
     @property
     def hours(self) -> float:
-        """The hours that the paper's stage would take at this speed."""
+        """The hours that this part of the recipe would take at this speed."""
         return self.samples / self.per_second / 3600
 
 
-Rows = Iterator[tuple[str, Callable[[], Row]]]
+Measured = Callable[[], tuple[float, float]]  # measures a row: seconds and GiB
+Rows = Iterator[tuple[Row, Measured]]
 
 
 def training(scale: Scale, device: torch.device) -> Rows:
@@ -83,36 +85,38 @@ def training(scale: Scale, device: torch.device) -> Rows:
         if stage.end_to_end:
             cases.append(replace(cases[-1], checkpointing=False))
         for case in cases:
-            yield f"{case.title} {case.precision}", partial(training_row, "training", case, scale, device)
+            yield training_row("training", case, scale, device)
 
 
 def compiled(scale: Scale, device: torch.device) -> Rows:
     """Steps of the four stages in bfloat16 with compiled layers. It is the last part because it takes minutes."""
     for stage in STAGES if device.type == "cuda" else ():
         case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
-        yield case.title, partial(training_row, "compiled", case, scale, device)
+        yield training_row("compiled", case, scale, device)
 
 
-def training_row(part: str, case: Case, scale: Scale, device: torch.device) -> Row:
-    """Measures a training step."""
+def training_row(part: str, case: Case, scale: Scale, device: torch.device) -> tuple[Row, Measured]:
+    """The row of a training step."""
     case = replace(case, images=min(case.images, scale.max_images))
-    measured = measure(training_step(case, device, scale), device)
-    return Row(part, case.title, case.precision, *measured, case.images, case.samples)
+    row = Row(part, case.title, case.precision, case.images, case.samples)
+    return row, lambda: measure(training_step(case, device, scale), device)
 
 
 def extraction(scale: Scale, device: torch.device) -> Rows:
     """Features of Swin and ViT-B. The pixels are copied from the processor's memory in each call."""
     configs = (scale.backbone, scale.vit)
     for config, batch, precision in product(configs, scale.extraction_batches, PRECISIONS):
-        yield f"{config.name} {batch} {precision}", partial(extraction_row, config, batch, precision, device)
+        samples = 2 * 123_287 if config is scale.backbone else 0  # COCO's features are computed twice
+        row = Row("extraction", f"{config.name}, {batch} images", precision, batch, samples)
+        yield row, partial(measure_extraction, config, row, device)
 
 
 @torch.no_grad()
-def extraction_row(config: BackboneConfig, batch: int, precision: str, device: torch.device) -> Row:
+def measure_extraction(config: BackboneConfig, row: Row, device: torch.device) -> tuple[float, float]:
     """Measures the extraction of features from a batch of images."""
     backbone = Backbone(config, with_weights=False).eval().to(device)
     transform, side = image_transform(config), config.image_size
-    pixels = torch.randint(256, (batch, side, side, 3), dtype=torch.uint8)
+    pixels = torch.randint(256, (row.count, side, side, 3), dtype=torch.uint8)
     pixels = pixels.pin_memory() if device.type == "cuda" else pixels
 
     def run() -> torch.Tensor:
@@ -120,22 +124,27 @@ def extraction_row(config: BackboneConfig, batch: int, precision: str, device: t
         features: torch.Tensor = backbone(images)
         return features.half()
 
-    with products(precision, device):
-        return Row("extraction", f"{config.name}, {batch} images", precision, *measure(run, device), batch)
+    with products(row.precision, device):
+        return measure(run, device)
 
 
 def decoding(scale: Scale, device: torch.device) -> Rows:
     """Beam search and sampling from features, to 20 tokens. Only a GPU can run the search as a graph."""
     kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
     for batch, kind, precision in product(scale.decoding_batches, kinds, PRECISIONS):
-        yield f"{kind} {batch} {precision}", partial(decoding_row, kind, batch, precision, scale, device)
+        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # a validation after each of 20 epochs
+        row = Row("decoding", f"{kind}, {batch} images", precision, batch, samples)
+        yield row, partial(measure_decoding, kind, row, scale, device)
 
 
 @torch.no_grad()
-def decoding_row(kind: str, batch: int, precision: str, scale: Scale, device: torch.device) -> Row:
+def measure_decoding(kind: str, row: Row, scale: Scale, device: torch.device) -> tuple[float, float]:
     """Measures the encoder and a search for a batch of images."""
-    model = endless_model(scale, device)
-    features = Features(torch.randn(batch, scale.tokens, scale.feature_width, device=device))
+    torch.manual_seed(0)
+    model = build_model(scale.model, scale.sizes)
+    model.lm_head.bias[scale.sizes.eos] = -1e4  # type: ignore[union-attr, operator]  # no caption ends early
+    model = model.to(device).eval()
+    features = Features(torch.randn(row.count, scale.tokens, scale.feature_width, device=device))
     graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
 
     def run() -> object:
@@ -146,27 +155,16 @@ def decoding_row(kind: str, batch: int, precision: str, scale: Scale, device: to
             return graphed([memory])
         return sample(model, memory, num_samples=SAMPLES, max_length=TOKENS)
 
-    with products(precision, device):
+    with products(row.precision, device):
         seconds, memory = measure(run, device)
     if kind == GRAPHED_BEAM:  # torch does not count the graph's memory as allocated
         memory = torch.cuda.max_memory_reserved() / 2**30
-    return Row("decoding", f"{kind}, {batch} images", precision, seconds, memory, batch)
+    return seconds, memory
 
 
 PARTS = (training, extraction, decoding, compiled)
 
 
-def endless_model(scale: Scale, device: torch.device) -> CaptionModel:
-    """A model with random weights whose captions never end before the limit, so that every search takes all steps."""
-    torch.manual_seed(0)
-    model = build_model(scale.model, scale.sizes)
-    with torch.no_grad():
-        model.lm_head.bias[scale.sizes.eos] = -1e4  # type: ignore[union-attr, operator]
-    return model.to(device).eval()
-
-
 def products(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """A context in which matrix products and convolutions are computed in this precision."""
-    if precision == "bfloat16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return float32_products(precision) if device.type == "cuda" else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else float32_products(precision)

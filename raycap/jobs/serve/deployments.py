@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve._private import replica
-from ray.serve.config import AutoscalingConfig, HTTPOptions
+from ray.serve.config import HTTPOptions
 from ray.serve.handle import DeploymentHandle
 
 from raycap.models.config import Values
@@ -134,12 +134,9 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
     scaling: Values = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
-        target = 2 * size  # requests per process: one batch is captioned while the next one waits
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=least, max_replicas=most, target_ongoing_requests=target
-            )
-        }
+        scaling = {"autoscaling_config": {"min_replicas": least, "max_replicas": most}}
+        # One batch is captioned while the next one waits.
+        scaling["autoscaling_config"]["target_ongoing_requests"] = 2 * size
     captioner = CaptionerDeployment.options(  # type: ignore[attr-defined]
         # With Ray's default of 5, a batch would never be full.
         max_ongoing_requests=4 * size,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 # The bytes that loading a PyTorch file may take, in addition to 4 times its size. Without this limit, a pickle of 100
 # kB could copy a dictionary a thousand times with the classes that `weights_only` allows.
 LOADING_BYTES = 4 * 2**30
+MAX_REASON = 300
 MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
 
 
@@ -144,8 +145,11 @@ def _require_plain_records(path: Path) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The kind and the first line of an error, without torch's advice to turn `weights_only` off."""
-    text = str(error).splitlines()[0] if str(error) else ""
+    """The kind of an error and its message in one line, without torch's advice to turn `weights_only` off.
+
+    The message is cut to MAX_REASON characters, because it may quote a name in a stranger's file.
+    """
+    text = " ".join(str(error).split())[:MAX_REASON]
     if type(error) is ValueError:
         return text
     return type(error).__name__ + (f": {text}" if text and "weights_only" not in str(error) else "")
@@ -154,8 +158,8 @@ def reason_of(error: Exception) -> str:
 def name_problems(expected: Set[str], given: Set[str]) -> str:
     """What a message says about missing and unknown names in a checkpoint. Empty if all names are as expected."""
     missing, unknown = expected - given, given - expected
-    problems = [f"lacks {min(missing)!r} ({len(missing)} missing)"] if missing else []
-    problems += [f"has {min(unknown)!r} ({len(unknown)} unknown)"] if unknown else []
+    problems = [f"lacks {min(missing)[:MAX_REASON]!r} ({len(missing)} missing)"] if missing else []
+    problems += [f"has {min(unknown)[:MAX_REASON]!r} ({len(unknown)} unknown)"] if unknown else []
     return " and ".join(problems)
 
 

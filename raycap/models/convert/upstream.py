@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values
+from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values, read_number
 from raycap.models.convert.tensor_files import name_problems
 
 PUBLISHED_HEADS = 8
@@ -167,7 +167,7 @@ def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values
     """The checkpoint's settings and the user's. Raises ValueError if they contradict, or if the heads are not known."""
     known = inferred.model | {"max_positions": inferred.max_positions}
     for key, value in given.items():
-        if key in known and value != known[key]:
+        if key in known and value is not None and read_number(value) != known[key]:
             raise ValueError(f"model.{key} is {value}, the checkpoint has {known[key]}; leave it out")
     width = inferred.model["d_model"]
     if given.get("num_heads") is None and width != PUBLISHED_WIDTH:

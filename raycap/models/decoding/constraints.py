@@ -159,7 +159,8 @@ class ConstrainedBeams(Beams):
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
         """Adds words at `position` so that each state gets its K best beams; returns their parents (B, S*K).
 
-        log_probs (B*S*K, V) are those of the next word. An ended beam is a candidate once, for its state and with PAD.
+        log_probs (B*S*K, V) are those of the next word. An ended beam stays in its state. Its only continuation is PAD,
+        which costs nothing.
         """
         rows, pad = self.ended.shape[1], self.sizes.pad
         log_probs = log_probs.unflatten(0, (-1, rows))

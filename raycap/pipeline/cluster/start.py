@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.runtime.secrets import remember_variable
 from raycap.pipeline.runtime.stopping import restoring_handlers
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ def check_resources(config: RunConfig, address: str | None) -> None:
         return  # a cluster may grow, and for a Ray that runs `start_ray` checks its resources
     import torch
 
-    # Ray may be given more CPUs than the machine has cores. It starts a process for each.
+    # Ray accepts more CPUs than the machine has cores, but starts a process for each. The limit refuses numbers that
+    # cannot be meant.
     most = {"CPU": MAX_CPUS_PER_CORE * (os.cpu_count() or 1), "GPU": torch.cuda.device_count()}
     available = dict.fromkeys(config.workers.resources, math.inf) | most
     for stage in LARGEST:
@@ -185,9 +186,10 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
 def _start_local_ray(**options: Any) -> None:
     """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # child processes inherit it, and it is in no file
+        os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # child processes inherit it, and it is in no file
+        remember_variable("RAY_AUTH_TOKEN", token)
     # Torch's workers exchange gradients on the loopback interface, not at the address of the machine's name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import ray
 
     ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)

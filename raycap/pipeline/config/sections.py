@@ -433,8 +433,8 @@ class ScstSection(Section):
     def signature(self) -> str:
         """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
 
-        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation has
-        one metric only. If there are other rewards, `|reward:...` lists all weights, and that metric does not count.
+        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation can name
+        CIDEr-D only. With other rewards, `|reward:...` lists all weights, and the part about CIDEr-D does not hold.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]

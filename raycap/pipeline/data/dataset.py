@@ -77,7 +77,11 @@ class Dataset:
         return self.table[name].to_pylist()
 
     def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
-        """{image id: captions}. tokenizer: of `TOKENIZERS`, for the texts that it splits; None for raw captions."""
+        """{image id: captions}.
+
+        With a tokenizer of `TOKENIZERS`, the captions are the texts that were stored for it to split. Without one, they
+        are as annotated.
+        """
         return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
     def uris(self) -> dict[int, str]:

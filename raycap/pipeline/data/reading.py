@@ -259,10 +259,12 @@ def _joined_tokens(tokens: Any, location: str) -> str:
     """The tokens of a caption joined with spaces. Raises UserError unless they are a list of words."""
     if tokens is None:
         raise UserError(f"{location}: a sentence has no tokens, and data.tokenizer is tokens; set it to spacy")
-    is_list = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
-    text = " ".join(tokens) if is_list else ""
-    if not is_list or text.split() != tokens or SURROGATE.search(text) or len(text) > MAX_CAPTION:
+    text = " ".join(tokens) if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
+    if text is None or text.split() != tokens or SURROGATE.search(text):
         raise UserError(f"{location} is malformed: the tokens of a sentence are not a list of words")
+    if len(text) > MAX_CAPTION:
+        limit = f"the limit is {MAX_CAPTION}; shorten the sentence or remove it"
+        raise UserError(f"{location}: the tokens of a sentence have {len(text)} characters; {limit}")
     return text
 
 
@@ -392,12 +394,13 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
         for start in range(0, len(sources), _NUM_THREADS):
             part = sources[start : start + _NUM_THREADS]
             forms = {_form_by_name(source) if name == "auto" else name for source in part}
-            # The headers of an archive on S3 are many requests. A JSON file takes much memory: one is open at a time.
-            opened = (pool.map if forms == {"webdataset"} else map)(partial(_open, name), part)
+            # Archives are opened in parallel, because on S3 their headers are many requests.
+            in_parallel = forms == {"webdataset"}
+            opened = (pool.map if in_parallel else map)(partial(_open, name), part)
             for source in part:
                 form, data = next(opened)
                 FORMATS[form].add(source, data, rows)
-                del data
+                del data  # frees a JSON file, which takes much memory, before the next one is opened
 
 
 def _open(name: str, source: Source) -> tuple[str, Any]:

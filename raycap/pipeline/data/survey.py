@@ -248,13 +248,21 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
         problem = f"{len(without)} of {len(dataset)} images have no caption ({form})"
         remedy = "add theirs, or remove these images"
         if len(without) == len(dataset):
-            problem, remedy = f"the {len(dataset)} images have no captions ({form})", "add some"
-            if candidate.form == "table" and "captions" not in keys.get("columns", {}):
-                columns = printable(", ".join(_columns_of(root / candidate.files[0])[0]))[:500]
-                remedy = f"add some, or set data.columns.captions to one of the columns {columns}"
+            problem = f"the {len(dataset)} images have no captions ({form})"
+            remedy = _remedy_without_captions(root, candidate, keys)
         raise UserError(f"{shown(root)}: {problem}, first {shown(without[0])}; {remedy}")
     keys = keys | _split_keys(root, keys, dataset)
-    return Survey(form, root, keys, _rows(root, keys)[0])
+    dataset, _ = _rows(root, keys)  # read again, because the new keys decide the splits
+    return Survey(form, root, keys, dataset)
+
+
+def _remedy_without_captions(root: StoragePath, candidate: Candidate, keys: Values) -> str:
+    """What to do if no image has a caption. If a table has no known column for captions, its columns are named."""
+    columns = _columns_of(root / candidate.files[0])[0] if candidate.form == "table" else []
+    is_known = "captions" in keys.get("columns", {}) or not set(COLUMNS["captions"]).isdisjoint(columns)
+    if is_known or not columns:
+        return "add some"
+    return f"add some, or set data.columns.captions to one of the columns {printable(', '.join(columns))[:500]}"
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:

@@ -57,7 +57,7 @@ L2 = 1.0  # the penalty on the squared weights, which are those of standardized 
 NUM_BINS = 10
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))
 RESAMPLES, INTERVAL = 1000, 0.95
-CHUNK_VALUES = 2**22  # image numbers that are drawn at a time; they take at most about 64 MiB
+CHUNK_VALUES = 2**22  # A bootstrap draws at most this many image indices at once (about 64 MiB).
 
 
 class Judgement(NamedTuple):

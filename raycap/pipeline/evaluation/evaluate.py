@@ -41,8 +41,8 @@ from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTas
 from raycap.pipeline.evaluation.comparison.protocol import (
     SEARCH_KEYS,
     Protocol,
+    common_protocol,
     confidence_search,
-    ensemble_protocol,
     in_language,
     search_settings,
     searched,
@@ -155,10 +155,11 @@ def common_settings(
 
 def protocol_of(bundles: Sequence[StoragePath], settings: RunConfig, options: Options = Options()) -> Protocol:
     """The protocol of the scores of a bundle, or of several as an ensemble."""
-    protocol = ensemble_protocol([searched(_recorded(bundle), settings.evaluation) for bundle in bundles])
+    protocol = common_protocol([searched(_recorded(bundle), settings.evaluation) for bundle in bundles])
     features: Literal["grid", "regions"] = "grid" if settings.has_backbone else "regions"
-    protocol = replace(protocol, features=features, constrained=options.constraints is not None)
-    # settings without a language take that of the bundles; `ensemble_protocol` has refused bundles of several languages
+    constrained = options.constraints is not None
+    protocol = replace(protocol, num_models=len(bundles), features=features, constrained=constrained)
+    # settings without a language take that of the bundles; `common_protocol` has refused bundles of several languages
     is_given = "language" in settings.data.model_fields_set
     return in_language(protocol, settings.data.language if is_given else protocol.language)
 

@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from raycap.models.config import Values
 from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
-from raycap.pipeline.evaluation.confidence import SIGNALS
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_document, require_mapping
 
@@ -326,8 +325,5 @@ def read_captions(path: Path) -> dict[int, ImageCaption]:
     for number, line in enumerate(read_document(path).decode().splitlines(), 1):
         name = f"{path}: line {number}"
         row = require_mapping(parse_json(line.encode(), name), name)
-        captions = ranked.validate_python(row["n_best"])
-        if any(len(each.signals) not in (0, len(SIGNALS)) for each in captions):
-            raise ValueError(f"{name} has other signals than {', '.join(SIGNALS)}")
-        found[int(row["image_id"])] = ImageCaption(captions)
+        found[int(row["image_id"])] = ImageCaption(ranked.validate_python(row["n_best"]))
     return found

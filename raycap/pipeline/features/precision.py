@@ -44,39 +44,34 @@ def decided_precision(
     of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same time, the
     first one to write decides.
     """
-    decision, tag = _recorded(work, folder)
+    record, decision, tag = _recorded(work, folder)
     if decision is None:
         times = measure()
         decision = times.fastest
         try:
-            _record(work, folder).write_if(json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), tag)
+            record.write_if(json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), tag)
         except ConflictError:
-            decision = _recorded(work, folder)[0] or decision
+            decision = _recorded(work, folder)[1] or decision
         logger.info(f"{label:<9} in {decision} from now on: {times}, measured with {measured}")
     return decision
 
 
-def _record(work: Mapping[str, object], folder: StoragePath) -> StoragePath:
-    """The file of a decision."""
-    return folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
+def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[StoragePath, str | None, str | None]:
+    """The file with the storage's decision for a kind of work, the decision, and the file's tag.
 
-
-def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[str | None, str | None]:
-    """The storage's decision for a kind of work and the tag of its record.
-
-    The decision is None if the record is missing or damaged. The tag is None if it is missing.
+    The decision is None if the file is missing or damaged. The tag is None if it is missing.
     """
-    record = _record(work, folder)
+    record = folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
         content, tag = record.read_tagged()
     except FileNotFoundError:
-        return None, None
+        return record, None, None
     with suppress(UserError):
         decision = require_mapping(parse_json(content, str(record)), str(record)).get("precision")
         if decision in ("float32", "bfloat16"):
-            return str(decision), tag
+            return record, str(decision), tag
     logger.warning(f"damaged   {record} names no precision; the next measurement replaces it")
-    return None, tag
+    return record, None, tag
 
 
 def _measured_on_ray(
@@ -118,7 +113,7 @@ def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: 
     """What `extraction_precision` would return; None if it would have to measure first."""
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
-    return _recorded(_work(backbone, settings), folder)[0]
+    return _recorded(_work(backbone, settings), folder)[1]
 
 
 def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:

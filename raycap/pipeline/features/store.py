@@ -96,26 +96,20 @@ def write_shard(
     Only for regions: lengths (rows,), and for each image its boxes (R, 4) or None.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
-    size, digest = _write_array(root / f"shards/{name}.npy", features)
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(features), allow_pickle=False)
+    shard = buffer.getbuffer()
+    (root / f"shards/{name}.npy").write_bytes(shard)
     rows = {
         "key": list(content_keys),
         "shard": [name] * count,
         "row": range(count),
-        "sha256": [digest] * count,
-        "bytes": [size] * count,
+        "sha256": [hashlib.sha256(shard).hexdigest()] * count,
+        "bytes": [len(shard)] * count,
         "length": [None] * count if lengths is None else lengths,
         "boxes": [None if each is None else each.ravel() for each in boxes or [None] * count],
     }
     write_table(manifest_path(root, name), pa.table(rows, schema=MANIFEST))
-
-
-def _write_array(path: StoragePath, array: np.ndarray) -> tuple[int, str]:
-    """Writes an .npy file. Returns its size and digest."""
-    buffer = io.BytesIO()
-    np.save(buffer, np.ascontiguousarray(array), allow_pickle=False)
-    data = buffer.getbuffer()
-    path.write_bytes(data)
-    return len(data), hashlib.sha256(data).hexdigest()
 
 
 def _read_manifests(folder: StoragePath) -> pa.Table:
@@ -197,7 +191,9 @@ class FeatureStore:
         self._has_regions = bool((self._length >= 0).any())  # asked once here, because batches call `regions_at`
         self._boxes = rows["boxes"] if rows["boxes"].null_count < len(rows) else None
         self._cache = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
-        if self._cache is not None:  # other shards would evict these from the cache; their rows are read in ranges
+        if self._cache is not None:
+            # Shards beyond the cache's size are not copied, because they would evict the first ones. Their rows are
+            # read in ranges.
             self._fits = np.cumsum([info.bytes for info in self.shards]) <= self._cache.limit
         self._lock = threading.RLock()  # training prefetches in a thread while it validates
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
@@ -354,7 +350,7 @@ def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
 
     A file younger than `min_age_s` remains, because its manifest may not be written yet.
     """
-    if folder.is_remote:  # S3 has no parts of files, and a repeated task overwrites its shard
+    if folder.is_remote:  # Nothing is left on S3: objects are written whole, and a repeated task overwrites its shard.
         return
     manifests = {path.stem for path in (folder.path / "manifest").glob("*.parquet")}
     orphans = [path for path in (folder.path / "shards").glob("*") if path.name.split(".")[0] not in manifests]

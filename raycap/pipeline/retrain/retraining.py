@@ -380,7 +380,8 @@ def update_tracker(config: RunConfig, state: ChampionState) -> None:
         if versions:
             client.set_registered_model_alias(model, ALIAS, str(versions[0].version))
         elif any(ALIAS in found.aliases for found in client.search_registered_models(f"name = '{model}'")):
-            # A run has no version until the tracker has received its model, which `raycap sync` sends.
+            # The champion has no version, because the tracker lacks its model until `raycap sync` sends it. The alias
+            # must not go on naming another model.
             client.delete_registered_model_alias(model, ALIAS)
     except Exception as error:  # a failing tracker must not fail the decision
         address, reason = public_uri(config), reason_of(error)

@@ -38,7 +38,10 @@ MAX_PARAMETERS = 10**11  # a hundred times as many as large captioners have
 
 
 def check_before_writing(config: RunConfig) -> None:
-    """Raises UserError for what would make a run, an extraction or a search fail later."""
+    """Raises UserError if the storage, a named file or the model's sizes would make the command fail later.
+
+    What depends on the data is checked when they have been read.
+    """
     check_storage(config)
     check_files(config)
     require_possible(config)

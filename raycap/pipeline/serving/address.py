@@ -19,8 +19,10 @@ from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.s3 import StorageOptions
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
+NO_BACKBONE = "this bundle has no backbone, so it captions stored features and no images; give one with a backbone"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -92,7 +94,7 @@ def _named(text: str, arguments: ServeArguments) -> NamedModel:
     given, _, place = text.partition("=")
     if not _NAME.fullmatch(given) or not place:
         given, place = "", text  # a path may contain =
-    address = ModelAddress(place, storage_path(arguments.storage, arguments.options))
+    address = ModelAddress(place, storage_path(arguments.storage, StorageOptions(arguments.endpoint_url)))
     try:
         source = address.resolve()
         folder = fetched(source.location)
@@ -101,16 +103,8 @@ def _named(text: str, arguments: ServeArguments) -> NamedModel:
     except UserError as error:
         raise UserError(f"--model {error}") from error
     if config.get("backbone") is None:
-        raise UserError(f"--model {without_backbone(place)}")
+        raise UserError(f"--model {place}: {NO_BACKBONE}")
     name = given or address.champion or str(config["name"])
     if not _NAME.fullmatch(name):
         raise UserError(f"--model {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
     return NamedModel(name, address, StoredBundle(source.location, source.digests or digests))
-
-
-def without_backbone(place: str) -> str:
-    """The sentence for a bundle that cannot caption images."""
-    return (
-        f"{place}: this bundle has no backbone, it captions stored features and not images; give a bundle of a run "
-        "with a backbone"
-    )

@@ -207,9 +207,11 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
 
 def refuse(_: Request, error: Exception) -> Response:
     """The answer to a request that was refused, here or by Starlette: one sentence as JSON."""
-    headers = {}
+    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
-        sentences = {404: "there is no such path", 405: "this path has another method"}
+        headers |= error.headers or {}
+        allowed = headers.get("Allow", "another method")  # Starlette names the method that the path answers
+        sentences = {404: "there is no such path", 405: f"this path answers {allowed} only"}
         error = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
     assert isinstance(error, RefusedError)
     if error.status == 401:

@@ -21,7 +21,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.atomic import atomic_folder
 from raycap.pipeline.storage.digests import file_digest
 
-FORMAT = 1
+FORMAT = 2
 GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
 # The comparison's batches: the number of images, and of image tokens for a model of features.
@@ -53,29 +53,17 @@ INT32 = 6  # ONNX's number of the type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
-@dataclass(frozen=True)
-class Differences:
-    """The largest absolute differences of the encoder's result and of log-probabilities."""
-
-    memory: float
-    log_probs: float
-
-    def __str__(self) -> str:
-        return f"{self.memory:.1e} in the encoder's result and {self.log_probs:.1e} in log-probabilities"
-
-
 def export_captioner(
     bundle: Bundle,
     folder: Path,
     *,
     precision: Literal["float32", "float16"] = "float32",
     opset: int = 20,
-    source: Mapping[str, str] = {},
-) -> Differences:
-    """Writes the folder atomically, and returns how much its graphs differ from the model.
+) -> float:
+    """Writes the folder atomically, and returns how much its graphs differ from the model (`compare_graphs`).
 
-    source: the SHA-256 of the bundle's files, for captioner.json. Raises UserError for a model that cannot be exported,
-    and JobFailedError for graphs that differ from the model. In both cases nothing is written.
+    Raises UserError for a model that cannot be exported, and JobFailedError for graphs that differ from the model. In
+    both cases nothing is written.
     """
     with atomic_folder(folder) as temporary:
         captioner = bundle.captioner
@@ -93,7 +81,6 @@ def export_captioner(
         content = describe(bundle, encoder) | {
             "precision": precision,
             "opset": opset,
-            "source": dict(source),
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         (temporary / "captioner.json").write_text(dump(content), encoding="utf-8")
@@ -101,12 +88,12 @@ def export_captioner(
         if captioner is not bundle.captioner:
             encoder = EncoderGraph(bundle.captioner)
             step = StepGraph(encoder)
-        differences = compare_graphs(encoder, step, [onnx_graph(path) for path in paths], cache)
-        if max(differences.memory, differences.log_probs) > TOLERANCES[precision]:
+        difference = compare_graphs(encoder, step, [onnx_graph(path) for path in paths], cache)
+        if difference > TOLERANCES[precision]:
             raise JobFailedError(
-                f"the exported graphs differ from the model by up to {differences}; nothing was written"
+                f"the exported graphs differ from the model by up to {difference:.1e}; nothing was written"
             )
-        return differences
+        return difference
 
 
 def write_graph(
@@ -231,18 +218,19 @@ def dump(content: Mapping[str, object]) -> str:
 
 def compare_graphs(
     encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph], exported_cache: Sequence[GraphTensor]
-) -> Differences:
-    """Runs an encoder and several steps in PyTorch and as exported graphs, and returns how much the results differ.
+) -> float:
+    """Runs an encoder and several steps in PyTorch and as exported graphs.
 
-    The inputs are random (torch's default generator). exported: the graphs of the encoder and the step. exported_cache:
-    the step's cache, with examples in the precision of the export.
+    The largest absolute difference is returned: of the encoder's results, and of log-probabilities. The inputs are
+    random (torch's default generator). exported: the graphs of the encoder and the step. exported_cache: the step's
+    cache, with examples in the precision of the export.
     """
-    of_memory, of_log_probs = [0.0], [0.0]
+    differences = [0.0]
     with torch.no_grad():
         for images, image_tokens in BATCHES:
             inputs = [each.example for each in encoder.inputs(images, image_tokens)]
             memory, exported_memory = encoder(*inputs), exported[0]([each.numpy() for each in inputs])
-            of_memory += [_difference(*pair) for pair in zip(memory, exported_memory, strict=True)]
+            differences += [_difference(*pair) for pair in zip(memory, exported_memory, strict=True)]
             cache = _empty(step.cache, images)
             other_cache = [each.numpy() for each in _empty(exported_cache, images)]
             parents = torch.arange(images)[:, None]
@@ -251,10 +239,10 @@ def compare_graphs(
                 log_probs, *cache = step(tokens, parents, *memory, *cache)
                 beams = [tokens.numpy(), parents.numpy()]
                 exported_log_probs, *other_cache = exported[1]([*beams, *exported_memory, *other_cache])
-                of_log_probs.append(_difference(log_probs, exported_log_probs))
+                differences.append(_difference(log_probs, exported_log_probs))
                 chosen = torch.randint(tokens.shape[1], (images, BEAMS))
                 parents = torch.arange(images)[:, None] * tokens.shape[1] + chosen
-    return Differences(max(of_memory), max(of_log_probs))
+    return max(differences)
 
 
 def _empty(cache: Sequence[GraphTensor], images: int) -> list[Tensor]:

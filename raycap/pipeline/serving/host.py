@@ -19,7 +19,7 @@ from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.serving.address import ModelAddress, without_backbone
+from raycap.pipeline.serving.address import NO_BACKBONE, ModelAddress
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 
@@ -56,7 +56,6 @@ class ModelInfo:
     bundle: str
     digest: str
     system: str
-    vocabulary_size: int
     image_size: int
     keep_aspect: bool
     crop_share: float
@@ -137,13 +136,12 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
     """Loads a model that captions images. address: named in messages. Raises UserError for another bundle."""
     bundle = source.load()
     if bundle.transform is None:
-        raise UserError(without_backbone(address.text))
+        raise UserError(f"{address.text}: {NO_BACKBONE}")
     service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
         digest=bundle.digest[:16],
         system=model.config.name,
-        vocabulary_size=model.sizes.vocabulary_size,
         image_size=transform.image_size,
         keep_aspect=transform.keep_aspect,
         crop_share=transform.image_size / transform.scaled_side,

@@ -8,7 +8,6 @@ from typing import Literal
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.s3 import StorageOptions
 
 TOKEN_VARIABLE = "RAYCAP_SERVE_TOKEN"
 MIN_TOKEN = 16  # characters
@@ -55,11 +54,6 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
     loopback_only: bool = False
     insecure: bool = False
     limits: Limits = Limits()
-
-    @property
-    def options(self) -> StorageOptions:
-        """How S3 is reached."""
-        return StorageOptions(self.endpoint_url)
 
     @property
     def num_captioners(self) -> int:

@@ -221,7 +221,8 @@ def try_rights(folder: StoragePath) -> None:
             probe.write_if(b"second", None)
             raise StorageError(f"{folder}: conditional writes are ignored; a second write replaced the first")
         except ConflictError:
-            probe.read_bytes()
+            if probe.read_bytes() != b"first":
+                raise StorageError(f"{folder}: a file that was just written is read with other content") from None
         finally:
             probe.delete()
             if not folder.is_remote:

@@ -25,7 +25,7 @@ from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
-NUM_STEPS = 2  # on a GPU. The second step needs more memory, because the optimizer then has its moments.
+NUM_STEPS = 2  # on a GPU, where the second step needs more memory, because the optimizer then has its moments
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
         try:
-            _one_step(folder, stage, device)
+            _try_steps(folder, stage, device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = one_line(raised)
             if not isinstance(raised, ValueError):
@@ -59,8 +59,8 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
         yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error)
 
 
-def _one_step(folder: RunFolder, stage: StageSection, device: torch.device) -> None:
-    """One step of a stage; on a GPU NUM_STEPS."""
+def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> None:
+    """Trains a stage for one step, or on a GPU for NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
         gc.collect()  # an earlier step that failed may have left tensors

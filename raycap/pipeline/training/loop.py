@@ -229,7 +229,7 @@ class StageRun:
         if self.reward is not None and progress.step < stop:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
             if 0 <= self._initial_score() < NO_CIDER:
-                output.log("notice", progress.step, {"text": CANNOT_CLIMB})
+                output.log("warning", progress.step, {"text": CANNOT_CLIMB})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
@@ -340,6 +340,8 @@ class StageRun:
                 progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
                 captions = {image: hypothesis.caption for image, hypothesis in best.items()}
                 output.save_best(self.captioner, progress.step, captions)
+                if self.reward is not None and score < NO_CIDER:
+                    output.log("warning", progress.step, {"text": CANNOT_CLIMB})
             else:
                 progress.since_best += 1
         self._apply_stopping_rules(score)

@@ -215,18 +215,24 @@ def _sample_captions(
     A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) belong to tokens[:, :-1]. Without
     `sampling_dropout` they are None, because another pass computes them.
     """
-    model, tokens, logits, greedy_tokens = captioner.model, None, None, None
-    if section.baseline == "greedy" or not section.sampling_dropout:
+    model = captioner.model
+    if not section.sampling_dropout:
         with torch.no_grad(), evaluating(captioner):
             memory = captioner.encode(batch.features)
-            if not section.sampling_dropout:
-                tokens = _draw(model, memory, section, generator)
-            if section.baseline == "greedy":
-                greedy_tokens = greedy(model, memory, max_length=section.max_length).tokens[:, 0]
-    if section.sampling_dropout:
-        tokens, logits = wrapped(batch.features, lambda memory: _draw_and_score(model, memory, section, generator))
-    assert tokens is not None
+            return _draw(model, memory, section, generator), None, _greedy_baseline(model, memory, section)
+    greedy_tokens = None
+    if section.baseline == "greedy":
+        with torch.no_grad(), evaluating(captioner):
+            greedy_tokens = _greedy_baseline(model, captioner.encode(batch.features), section)
+    tokens, logits = wrapped(batch.features, lambda memory: _draw_and_score(model, memory, section, generator))
     return tokens, logits, greedy_tokens
+
+
+def _greedy_baseline(model: CaptionModel, memory: Memory, section: ScstSection) -> Tensor | None:
+    """Token ids (B, T) of greedy captions if they are the baseline, else None."""
+    if section.baseline != "greedy":
+        return None
+    return greedy(model, memory, max_length=section.max_length).tokens[:, 0]
 
 
 @torch.no_grad()

@@ -86,6 +86,9 @@ def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.storage(StoragePath("s3://data/doctor", options)).level == "ok"
     absent = doctor.storage(StoragePath("s3://absent/doctor", options))
     assert absent.level == "fail" and "no such bucket" in absent.text and "bucket" in absent.remedy
+    with monkeypatch.context() as stale, pytest.raises(StorageError, match="read with other content"):
+        stale.setattr(StoragePath, "read_bytes", lambda _: b"before")
+        try_rights(StoragePath("s3://data/doctor", options))
     monkeypatch.setattr(S3Object, "put_if", lambda self, data, tag: self.put(io.BytesIO(data), len(data)))
     with pytest.raises(StorageError, match="conditional writes are ignored"):
         try_rights(StoragePath("s3://data/doctor", options))

@@ -47,13 +47,3 @@ def test_the_interval_covers_the_true_difference_of_systems_with_seeds(
         difference = paired_difference(a + 0.1, b, resamples=300, seed=trial)  # type: ignore[arg-type]
         inside += difference.low <= 0.1 <= difference.high
     assert 0.92 <= inside / 400 <= 0.99
-
-
-def test_seeds_of_the_same_runs_are_paired() -> None:
-    """The effects of the runs cancel in the difference, so that the interval is as narrow as that of the images."""
-    generator = np.random.default_rng(3)
-    runs = generator.normal(0, 0.3, (5, 1))
-    a, b = (runs + generator.normal(0, 0.2, (5, 400)) for _ in range(2))
-    paired, independent = (paired_difference(a, b, same_runs=same) for same in (True, False))  # type: ignore[arg-type]
-    assert paired.mean == independent.mean
-    assert paired.high - paired.low < 0.1 * (independent.high - independent.low)

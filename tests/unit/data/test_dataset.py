@@ -109,6 +109,10 @@ def test_the_tokens_of_the_file_are_the_words(tmp_path: Path) -> None:
     words["train"][0][0] = "other"
     other = read_dataset(config, tokenized_set(tmp_path / "other", words))
     assert other.references() == dataset.references() and other.fingerprint() != dataset.fingerprint()
+    for wrong, problem in ((["a b"], "not a list of words"), (["a"] * 5001, "have 10001 characters; the limit is 10")):
+        words["train"][0] = wrong
+        with pytest.raises(UserError, match=problem):
+            read_dataset(config, tokenized_set(tmp_path / str(len(wrong)), words))
 
 
 def test_missing_folders_and_empty_splits_are_named(tmp_path: Path) -> None:

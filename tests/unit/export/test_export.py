@@ -55,8 +55,8 @@ def assert_equal(ours: list[Caption], theirs: list[Caption]) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.proof] * (name != QUICK)) for name in SYSTEMS])
 def test_graphs_and_captions_are_those_of_the_model(name: str, exported: Export) -> None:
-    folder, differences = exported(name)
-    assert 0 <= differences.memory < 1e-4 and 0 <= differences.log_probs < 1e-4
+    folder, difference = exported(name)
+    assert 0 <= difference < 1e-4
     bundle = make_captioner_bundle(name)
     for batch_size in (1, 2, 17):
         ours, inputs = captions_of(folder, name, batch_size)
@@ -78,7 +78,7 @@ def test_the_folder_is_described(exported: Export) -> None:
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     for path in folder.iterdir():
         assert str(ROOT).encode() not in path.read_bytes(), "the exporter records where it was called"
-    assert content["source"] == {"a": "b"} and content["opset"] == 20 and content["system"] == "expansionnet_v2"
+    assert content["opset"] == 20 and content["system"] == "expansionnet_v2"
     assert (content["search"]["beam_size"], content["search"]["max_length"]) == (3, 12)
 
 
@@ -102,8 +102,7 @@ def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.
 def test_float16(tmp_path: Path) -> None:
     """docs/export.md says that captions may differ. The tolerance is the rounding of numbers near 1 in float16."""
     bundle = make_captioner_bundle("expansionnet")
-    differences = export_captioner(bundle, tmp_path / "out", precision="float16")
-    assert 1e-5 < differences.log_probs < 0.1 and differences.memory < 0.05
+    assert 1e-5 < export_captioner(bundle, tmp_path / "out", precision="float16") < 0.1
     assert all(each.dtype == torch.float32 for each in bundle.captioner.parameters()), "the model itself is unchanged"
     captions = Captioner(tmp_path / "out", threads=1).caption(make_images(NUM_IMAGES)[:3])
     reference, _ = captions_of(tmp_path / "out", "expansionnet", 3)
@@ -133,10 +132,10 @@ def test_the_comparison_sees_a_wrong_cache(exported: Export) -> None:
     encoder = EncoderGraph(captioner)
     step = StepGraph(encoder)
     graphs = [onnx_graph(folder / f"{name}.onnx") for name in ("encoder", "decoder")]
-    assert compare_graphs(encoder, step, graphs, step.cache).log_probs < 1e-4
+    assert compare_graphs(encoder, step, graphs, step.cache) < 1e-4
 
     def forget(inputs: Any) -> list[np.ndarray]:
         log_probs, *cache = graphs[1](inputs)
         return [log_probs, *map(np.zeros_like, cache)]
 
-    assert compare_graphs(encoder, step, [graphs[0], forget], step.cache).log_probs > 1e-2
+    assert compare_graphs(encoder, step, [graphs[0], forget], step.cache) > 1e-2

@@ -239,12 +239,17 @@ def setting(key: str, value: Any) -> Craft:
 
 
 HOSTILE: dict[str, Craft] = {
-    r"format is 2; it must be a whole number from 1 to 1": setting("format", 2),
+    r"format is 1, not 2; export the model again": setting("format", 1),
     r"describes no captioner \(TypeError: .*; export the model again": setting("search", [1]),
     r"describes no captioner \(AttributeError": setting("features", [1]),
     r"beam_size is 1000000000": setting("search.beam_size", 10**9),
     r"max_length is 13": setting("search.max_length", 13),
     r"ranking is nan": setting("search.ranking", float("nan")),
+    r"suppress_unk is \[1, 2, 3\]; it must be true or false": setting("search.suppress_unk", [1, 2, 3]),
+    r"keep_aspect is 'false'": setting("image.keep_aspect", "false"),
+    r"words must be a list": lambda content, folder: (folder / "vocabulary.json").write_text(
+        '{"joining": "spaces", "words": {"a": 0}}'
+    ),
     r"mean and std must be 3 numbers": setting("image.mean", [10**400, 0, 0]),
     r"draws captions or has groups": setting("search.beam_groups", 2),
     r"interpolation is 'cubic'": setting("image.interpolation", "cubic"),
@@ -296,7 +301,7 @@ def test_hostile_files_are_refused(exported: Export, tmp_path: Path, capsys: pyt
 def test_arguments_out_of_range(exported: Export) -> None:
     captioner = Captioner(exported("expansionnet")[0], threads=1)
     (image,) = make_images(1)
-    assert captioner.caption([]) == []
+    assert captioner.caption([], beam_size=np.int64(3)) == []
     for search in ({"beam_size": 0}, {"max_length": 13}, {"batch_size": 0}):
         with pytest.raises(CaptionerError, match=f"{next(iter(search))} is"):
             captioner.caption([image], **search)
@@ -311,6 +316,8 @@ def test_a_captioner_of_regions_asks_for_features_and_boxes(exported: Export) ->
         regions.caption(make_images(1))
     inputs = make_regions("mask token", 2, 3)
     assert len(regions.caption_features(inputs)) == 2
+    with pytest.raises(CaptionerError, match=r"features has the shape \(2,\)"):
+        regions.caption_features(inputs | {"features": np.zeros(2)})
     del inputs["boxes"]
     with pytest.raises(CaptionerError, match="captions boxes, features, lengths; given are features, lengths"):
         regions.caption_features(inputs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,39 +25,26 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 from pathlib import Path
 from raycap.jobs.bench_gpu.command import bench_gpu
-bench_gpu(Path(sys.argv[1]), 10, sys.argv[2], True)
+bench_gpu(Path(sys.argv[1]), 10, True)
 """
-
-
-def rehearse(out: Path, parts: str) -> str:
-    """The output of a rehearsal in a process without these packages."""
-    command = [sys.executable, "-c", SCRIPT, str(out), parts]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
 @pytest.mark.proof
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
-    output = rehearse(tmp_path / "rows.json", "training,extraction,decoding")
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "rows.json")]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=600).stdout
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {(row["part"], row["precision"]) for row in rows} == {
         (part, precision)
         for part in ("training", "extraction", "decoding")
         for precision in ("float32", "tf32", "bfloat16")
     }
-    assert {row["case"].split(",")[0] for row in rows if row["samples"]} == {stage.name for stage in STAGES}
+    assert {row["case"].split(",")[0] for row in rows if row["samples"]} >= {stage.name for stage in STAGES}
     assert all(row["seconds"] > 0 for row in rows)
-    assert re.search(r"the whole recipe on COCO: xe_frozen .* = [\d.]+ h", output)
     assert output.splitlines()[-1].startswith("finished in ")
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ([], "torch sees no GPU"),
-        (["--rehearse", "--parts", "training,cooking"], "--parts names cooking"),
-    ],
-)
-def test_a_mistake_ends_in_a_sentence(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if not options and torch.cuda.is_available():
+def test_a_machine_without_a_gpu_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main(["bench", "gpu", *options]) == 2 and named in capsys.readouterr().err
+    assert main(["bench", "gpu"]) == 2 and "torch sees no GPU" in capsys.readouterr().err

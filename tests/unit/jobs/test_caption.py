@@ -213,44 +213,6 @@ def test_captions_have_the_confidence_of_their_search(
     assert "confidence" not in printed.out + printed.err, "an older bundle"
 
 
-def test_unsure_captions_go_to_a_review_file_and_both_files_continue(
-    bundle: Path, judging: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = write_images(tmp_path / "images", 6)
-    names.append(str(tmp_path / "images" / "broken.png"))
-    Path(names[-1]).write_bytes(b"no image")
-    out, review, plain = (tmp_path / name for name in ("captions.jsonl", "captions.review.jsonl", "plain.jsonl"))
-    assert caption(names, str(judging), out=str(plain)) == 1
-    limit = float(np.median([row["confidence"] for row in rows_of(plain)[:-1]]))
-    assert caption(names, str(judging), out=str(out), min_confidence=limit) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2].startswith(f"captions: {out} (") and said[-1].startswith(
-        f"review:   {review} (captions with a conf"
-    )
-    sure, unsure = rows_of(out), rows_of(review)
-    assert len(sure) == 4 and len(unsure) == 3 and "error" in sure[-1]
-    assert all(row.get("confidence", 1) >= limit for row in sure) and all(row["confidence"] < limit for row in unsure)
-    assert {row["image"] for row in (*sure, *unsure)} == set(names)
-    for cut, rows in ((out, sure), (review, unsure)):
-        lines = cut.read_bytes().splitlines(keepends=True)
-        cut.write_bytes(lines[0] + lines[1][:9])  # killed within the second line
-        assert caption(names, str(judging), out=str(out), min_confidence=limit) == 1
-        assert sorted(row["image"] for row in rows_of(cut)) == sorted(row["image"] for row in rows)
-        assert len(rows_of(out, review)) == 7
-    for changed in (dict[str, Any](), {"min_confidence": limit / 2}):
-        with pytest.raises(UserError, match="line 1 was written with"):
-            caption(names, str(judging), out=str(out), **changed)
-    with pytest.raises(UserError, match="plain.jsonl: line 1 was written with"):
-        caption(names, str(bundle), out=str(plain))  # the same weights without a confidence
-    with pytest.raises(UserError, match="--min-confidence 0.5: the model has no confidence"):
-        caption(names, str(bundle), out=str(tmp_path / "other.jsonl"), min_confidence=0.5)
-    with pytest.raises(UserError, match="--min-confidence 0.5: the model has no confidence"):
-        caption(names, str(judging), out=str(tmp_path / "other.jsonl"), min_confidence=0.5, beam_size=2)
-    with pytest.raises(UserError, match="--min-confidence 0.5 needs --out"):
-        caption(names, str(judging), min_confidence=0.5)
-    assert not (tmp_path / "other.jsonl").exists() and not (tmp_path / "other.review.jsonl").exists()
-
-
 def flush_twice() -> Callable[[Parts], None]:
     """`Parts.flush` that does nothing from its third call on, as after a kill."""
     flush, calls = Parts.flush, list[Parts]()
@@ -278,7 +240,4 @@ def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys:
     assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
     pictures = sorted((tmp_path / "maps").iterdir())
     assert [path.name for path in pictures] == ["0000-0.png", "0001-1.png"]
-    said = capsys.readouterr()
-    rows = [json.loads(line) for line in said.out.splitlines()]
-    assert all(row["attribution"]["steps"] >= 32 and row["attribution"]["gap"] >= 0 for row in rows)
-    assert f"within {max(row['attribution']['gap'] for row in rows):.3f} nats" in said.err
+    assert f"heat maps: {tmp_path / 'maps'}" in capsys.readouterr().err

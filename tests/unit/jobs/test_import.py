@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from raycap.jobs.import_ import import_checkpoint
-from raycap.models.convert.tensor_files import read_tensors
+from raycap.models.convert.tensor_files import read_tensors, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
@@ -84,6 +84,22 @@ def test_imports_that_do_not_fit_are_refused_and_write_nothing(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
+def test_a_long_name_in_a_checkpoint_makes_no_long_message(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 unknown") as refused:
+        importing(tmp_path, checkpoint=changed(tmp_path, **{"n" * 10_000: torch.zeros(1)}))
+    assert len(str(refused.value)) < 1000
+    assert reason_of(RuntimeError(f"Error(s):\n\t{'n' * 10_000}")).startswith("RuntimeError: Error(s): nn")
+    assert len(reason_of(RuntimeError("n" * 10_000))) < 400
+
+
+def test_settings_of_variables_and_null_agree_with_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIDTH", "32")
+    importing(tmp_path, overrides=[*SETTINGS, "model.d_model=${WIDTH}", "model.max_positions=null"])
+    assert load_bundle(tmp_path / "out").captioner.model.config.d_model == 32
+
+
 def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     end_to_end = read_tensors(GOLDEN / "end_to_end_checkpoint.pth")
     save_file({k: v for k, v in end_to_end.items() if not k.startswith("swin_transf.")}, tmp_path / "alone.safetensors")
@@ -94,6 +110,10 @@ def test_an_import_with_a_backbone_file(tmp_path: Path, capsys: pytest.CaptureFi
     other = [*settings, "backbone.depths=[2,2,4]"]
     with pytest.raises(UserError, match=r"Swin checkpoint .* lacks 'layers\.2\.blocks\.2\."):
         importing(tmp_path, checkpoint=alone, backbone=SWIN, overrides=other, out=tmp_path / "other")
+    for size, message in (("window_size=3", "has 3; give --set backbone.window_size=3"), ("image_size=48", "at 48; ")):
+        forgotten = [each for each in settings if not each.endswith(size)]
+        with pytest.raises(UserError, match=message):
+            importing(tmp_path, checkpoint=alone, backbone=SWIN, overrides=forgotten, out=tmp_path / "other")
     both = load_bundle(tmp_path / "out")
     assert both.captioner.backbone is not None and both.captioner.backbone.num_tokens == 9
     assert load_bundle(tmp_path / "features").captioner.backbone is None

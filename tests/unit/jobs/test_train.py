@@ -78,6 +78,11 @@ def lost(rank: int) -> WorkerGroupError:
         (lost(2), "worker 2 died: "),
         (WorkerGroupError("text", {1: KeyError("x")}), "worker 1 failed: KeyError: 'x'"),
         (ControllerError(RuntimeError("a node died\nmore")), "the workers did not start: RuntimeError: a node died"),
+        (
+            WorkerGroupError("text", {0: RuntimeError("CUDA out of memory.\nmore")}),
+            "worker 0 failed: RuntimeError: CUDA out of memory.; raise the stage's gradient_accumulation_steps, or set "
+            "backbone.gradient_checkpointing to true; training",
+        ),
         (ActorDiedError(), "Ray Train's controller died"),
     ],
 )

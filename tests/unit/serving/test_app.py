@@ -91,6 +91,10 @@ def test_models_are_chosen_by_name(client: TestClient, other: Path, names: list[
     assert listed["default"] == "main" and [model["name"] for model in listed["models"]] == ["main", "other"]
     assert [model["has_confidence"] for model in listed["models"]] == [True, False]
     assert client.get("/healthz").json() == {"status": "ok"}
+    for path, method in (("/caption", "POST"), ("/models", "GET")):
+        refused = client.request("DELETE", path)
+        assert refused.status_code == 405 and refused.headers["Allow"] == method
+        assert refused.json() == {"error": f"this path answers {method} only"}
 
 
 def test_explanations_are_those_of_the_api(bundle: Path, client: TestClient, names: list[str]) -> None:

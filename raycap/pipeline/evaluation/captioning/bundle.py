@@ -109,12 +109,12 @@ class Bundle:
         """The settings of a search as the bundle's protocol records them, and the defaults of what it does not."""
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
-    def changed_search(self, given: Mapping[str, object]) -> EvaluationSection:
-        """`search` with the given values (`evaluation.comparison.protocol.changed_search`). Raises UserError."""
-        search = changed_search(self.search, given)
+    def changed_search(self, given: Mapping[str, object], search: EvaluationSection | None = None) -> EvaluationSection:
+        """A search, by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError."""
+        changed = changed_search(search or self.search, given)
         if given:
-            search.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
-        return search
+            changed.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
+        return changed
 
 
 def save_bundle(
@@ -129,15 +129,11 @@ def save_bundle(
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
     protocol: says how the model was trained, and by which search it is scored. info: JSON values for config.yaml, such
-    as scores, run id and versions. Raises ValueError if the model needs a vocabulary of another size.
+    as scores, run id and versions.
     """
     from safetensors.torch import save_file
 
     model, backbone = captioner.model, captioner.backbone
-    if len(vocabulary) != model.sizes.vocabulary_size:
-        raise ValueError(
-            f"the vocabulary has {len(vocabulary)} words, the model {model.sizes.vocabulary_size}; they must be equal"
-        )
     with atomic_folder(folder) as temporary:
         tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
         save_file(tensors, temporary / "model.safetensors")

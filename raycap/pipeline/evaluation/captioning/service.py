@@ -22,9 +22,8 @@ from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol
+from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import best_signals, collapsed, find_captions
-from raycap.pipeline.evaluation.comparison.protocol import changed_search
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption, RankedCaption
 from raycap.pipeline.runtime.processor import measure_precisions
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -74,10 +73,7 @@ class CaptionService:
 
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
         """The search of this service with other keys and a number of captions. Raises UserError for bad values."""
-        search = self.search
-        if changes:
-            search = changed_search(search, changes)
-            search.require_words(bundle_protocol(self.bundle.config).language, self.bundle.vocabulary.tokenizer)
+        search = self.bundle.changed_search(changes, self.search) if changes else self.search
         if num_results < 1 or (num_results > search.beam_size and not search.decoding.sampling):
             raise UserError(f"num_results is {num_results}; expected 1 to the beam's size, {search.beam_size}")
         return self._limited(search.model_copy(update={"num_results": num_results}))

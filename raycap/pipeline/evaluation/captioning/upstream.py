@@ -6,6 +6,7 @@ No code in a pickle is executed.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
@@ -285,7 +286,8 @@ def _build(
 def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: int) -> Backbone:
     """Builds the published Swin-L, or a Swin with the sizes in `settings`, and loads its tensors.
 
-    Raises UserError if the model takes features of another width, and ValueError for tensors of other sizes.
+    Raises UserError if the model takes features of another width or the file shows other settings, and ValueError for
+    tensors of other sizes.
     """
     backbone = Backbone(parse_section(BackboneConfig, settings | {"weights": "none"}, "backbone"))
     if backbone.width != feature_width:
@@ -293,8 +295,35 @@ def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: in
             f"the backbone gives features of width {backbone.width}, the captioner takes {feature_width}; they do not "
             "belong together, unless the Swin has other sizes: give them as --set backbone.embed_dim=N and the like"
         )
+    _check_window(backbone, swin, settings)
     load_tensors(backbone, swin)
     return backbone
+
+
+def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values) -> None:
+    """Raises UserError if the file's Swin has another window, or was trained at an image size that nobody asked for.
+
+    timm would resize the tables of positions, and the captions would be worse without a message. Only files in the
+    original naming show the image size: they have a mask for each window of the shifted attention.
+    """
+    table = swin.get("layers.0.blocks.0.attn.relative_position_bias_table")
+    mask = swin.get("layers.0.blocks.1.attn_mask")
+    if not backbone.config.is_swin or table is None or table.ndim != 2:
+        return
+    window, (ours, _) = (math.isqrt(table.shape[0]) + 1) // 2, backbone.network.layers[0].blocks[0].window_size
+    if window != ours:
+        raise UserError(
+            f"backbone.window_size is {ours}, and the file's Swin has {window}; give --set "
+            f"backbone.window_size={window}, and its --set backbone.image_size=N"
+        )
+    size = (
+        backbone.config.image_size if mask is None or not mask.ndim else 4 * window * math.isqrt(len(mask))
+    )  # patches have 4 pixels
+    if size != backbone.config.image_size and "image_size" not in settings:
+        raise UserError(
+            f"backbone.image_size is {backbone.config.image_size}, and the file's Swin was trained at {size}; give "
+            f"--set backbone.image_size={size}"
+        )
 
 
 # for each format the project's name and the function that reads its files

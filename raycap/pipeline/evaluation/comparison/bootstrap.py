@@ -62,7 +62,6 @@ def paired_difference(
     a: Sequence[Sequence[float]],
     b: Sequence[Sequence[float]],
     *,
-    same_runs: bool = False,
     less_is_better: bool = False,
     resamples: int = RESAMPLES,
     confidence: float = 0.95,
@@ -71,8 +70,7 @@ def paired_difference(
     """Percentile bootstrap of the mean of a - b over images and seeds (Koehn 2004 for one seed of each system).
 
     a, b: (seeds, images) scores of metrics that are means over images, as CIDEr-D is and BLEU is not; the numbers of
-    seeds may differ. same_runs: row i of both belongs to the same run, so that the seeds are paired, too. Without it
-    they are independent. less_is_better: a is better where a - b is below 0. Raises ValueError for other shapes.
+    seeds may differ, and the seeds are independent. less_is_better: a is better where a - b is below 0.
 
     Each resample has two levels. Images are sampled with replacement, the same for all seeds of both sides. The seeds
     add a deviation of their mean. A sample of 2 to 5 seeds with replacement has few values and a variance that is too
@@ -84,11 +82,6 @@ def paired_difference(
     interval covers the true difference in 0.94 to 0.97 with 2 seeds per side, 0.95 to 0.98 with 3 to 10, 0.93 to 0.97
     with 2 and 5, 0.94 to 0.96 with 1 and 5. A plain resample of seeds and images covers it in 0.72 with 2 seeds.
     """
-    if not len(a) or not len(b) or len({len(scores) for scores in (*a, *b)}) != 1 or not len(a[0]):
-        counts = [sorted({len(scores) for scores in side}) for side in (a, b)]
-        raise ValueError(f"{counts[0]} and {counts[1]} scores; give one score of each model for every image")
-    if same_runs and len(a) != len(b):
-        raise ValueError(f"{len(a)} and {len(b)} models of the same runs; give two of each run")
     sides = [np.asarray(side, np.float64) for side in (a, b)]
     differences = sides[0].mean(0) - sides[1].mean(0)
     num_images = len(differences)
@@ -98,7 +91,7 @@ def paired_difference(
         shape = (min(chunk, resamples - start), num_images)  # one row of image numbers per resample
         parts.append(differences[generator.integers(0, num_images, shape)].mean(1))
     means = np.concatenate(parts)
-    variance, degrees = _variance_of_difference([sides[0] - sides[1]] if same_runs else sides)
+    variance, degrees = _variance_of_difference(sides)
     if variance > 0:
         means += math.sqrt(variance) * generator.standard_t(degrees, resamples)
     tail = (1 - confidence) / 2
@@ -107,14 +100,11 @@ def paired_difference(
     return Difference(float(differences.mean()), float(low), float(high), float(better.mean()))
 
 
-def compare(
-    results: Sequence[SplitScores], others: Sequence[SplitScores], *, same_runs: bool = False
-) -> dict[str, Difference]:
+def compare(results: Sequence[SplitScores], others: Sequence[SplitScores]) -> dict[str, Difference]:
     """Logs the scores of two systems on a split side by side. Returns their differences by metric.
 
-    results, others: the scores of one model per seed, all on the same images. same_runs: see `paired_difference`. Only
-    metrics that are means over images have a difference, with its 95 % interval. Raises JobFailedError for scores of
-    different images.
+    results, others: the scores of one model per seed, all on the same images. Only metrics that are means over images
+    have a difference, with its 95 % interval. Raises JobFailedError for scores of different images.
     """
     sides = [[result.scores for result in side if result.scores is not None] for side in (results, others)]
     if len({tuple(scores.image_ids) for side in sides for scores in side}) != 1:
@@ -132,7 +122,7 @@ def compare(
         if name in COMPARED_BY_IMAGE:
             ours, theirs = ([score.per_image or [] for score in side] for side in scores)
             is_less_better = name in LESS_IS_BETTER
-            found[name] = paired_difference(ours, theirs, same_runs=same_runs, less_is_better=is_less_better)
+            found[name] = paired_difference(ours, theirs, less_is_better=is_less_better)
             text = f"{found[name]}, better in {found[name].better:.1%} of resamples"
         cells = [Spread.of(side).text(digits=4) for side in values]
         logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
@@ -147,7 +137,7 @@ def differences_json(differences: Mapping[str, Difference]) -> dict[str, dict[st
 def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
     """The variance that seeds add to the difference of the sides' means, and its degrees of freedom.
 
-    sides: (seeds, images) each; one side for paired seeds. (0, 0) if no side has several seeds.
+    sides: (seeds, images) each. (0, 0) if no side has several seeds.
     """
     known = [(_seed_variance(side), len(side)) for side in sides if len(side) > 1]
     if len(known) < 2:

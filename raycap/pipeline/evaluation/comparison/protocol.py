@@ -71,6 +71,7 @@ class Protocol:
 
 
 def _models(count: int) -> str:
+    """The number of models in words; 0 stands for an ensemble of unknown size."""
     return {0: "an ensemble", 1: "one model"}.get(count, f"an ensemble of {count}")
 
 
@@ -160,11 +161,6 @@ def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
             words = " and ".join(WORDS[field.name](value) for value in values)
             raise UserError(f"these models cannot be taken together: {words}; give models of one protocol")
     return Protocol(**shared)
-
-
-def ensemble_protocol(members: Sequence[Protocol]) -> Protocol:
-    """The protocol of an ensemble of these models."""
-    return replace(common_protocol(members), num_models=len(members))
 
 
 def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> EvaluationSection:

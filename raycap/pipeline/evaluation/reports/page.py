@@ -277,16 +277,10 @@ def _cards(images: Sequence[ReportImage], *, seed: str) -> list[Values]:
     positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
     with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
         thumbnails = list(pool.map(_thumbnail, images))
-    cards = []
-    for image, position, thumbnail in zip(images, positions, thumbnails, strict=True):
-        cards.append(
-            {
-                "image": image,
-                "score": image.finite_score,
-                "thumbnail": thumbnail,
-                "position": position,
-            }
-        )
+    cards: list[Values] = [
+        {"image": image, "score": image.finite_score, "thumbnail": thumbnail, "position": position}
+        for image, position, thumbnail in zip(images, positions, thumbnails, strict=True)
+    ]
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-TILE = 2.4  # inches
+TILE, SPACE = 2.4, 0.05  # inches: the side of a picture, and the space below it
 COLUMNS = 6
 # Matplotlib takes each character from the first of these fonts that has it. The first one is its own.
 FONTS = ("DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Unifont", "FreeSans")
@@ -27,9 +23,20 @@ def draw_word_maps(
     maps: by name, such as "attention"; (words, rows * columns) over the `grid` of (rows, columns) image tokens. Each
     map has the colors from its smallest value (dark) to its largest one (yellow). Ray and torch are not needed.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import fontManager
+
     columns = min(COLUMNS, 1 + len(words))
-    figure = _figure(math.ceil((1 + len(words)) / columns) * len(maps), columns)
-    axes = np.array(figure.axes).reshape(-1, columns)
+    rows = math.ceil((1 + len(words)) / columns) * len(maps)
+    figure = Figure(figsize=(columns * TILE, rows * (TILE * 1.2 + SPACE)))
+    figure.set_layout_engine("constrained", h_pad=SPACE)
+    FigureCanvasAgg(figure)  # needs no display
+    axes = figure.subplots(rows, columns, squeeze=False)
+    installed = {font.name for font in fontManager.ttflist}
+    fonts = [name for name in FONTS if name in installed]
+    for axis in axes.flat:
+        axis.axis("off")
     axes[0, 0].imshow(image.convert("RGB"), extent=(0, 1, 0, 1))
     gray = image.convert("L")  # so that its colors are not mistaken for those of the map
     for row, (name, weights) in enumerate(maps.items()):
@@ -39,29 +46,5 @@ def draw_word_maps(
             axis.imshow(gray, "gray", vmin=0, vmax=255, extent=(0, 1, 0, 1))
             level = weights[number - 1].reshape(grid)
             axis.imshow(level, "plasma", extent=(0, 1, 0, 1), alpha=0.55, interpolation="bicubic")
-            axis.set_title(f"{word}\n{name}", parse_math=False, fontsize=9)
-    _save(figure, path)
-
-
-def _figure(rows: int, columns: int, below: float = 0.05) -> Figure:
-    """A figure with rows x columns empty, square axes, which needs no display. below: inches below each row."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(columns * TILE, rows * (TILE * 1.2 + below)))
-    figure.set_layout_engine("constrained", h_pad=below)
-    FigureCanvasAgg(figure)
-    for axis in figure.subplots(rows, columns, squeeze=False).flat:
-        axis.axis("off")
-    return figure
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Writes a figure, with the fonts of FONTS that this machine has."""
-    from matplotlib.font_manager import fontManager
-
-    names = {font.name for font in fontManager.ttflist}
-    for axis in figure.axes:
-        for text in (axis.title, *axis.texts):
-            text.set_fontfamily([name for name in FONTS if name in names])
+            axis.set_title(f"{word}\n{name}", parse_math=False, fontsize=9, fontfamily=fonts)
     figure.savefig(path, dpi=96)

@@ -29,14 +29,7 @@ from raycap.pipeline.storage.s3 import StorageOptions
 logger = logging.getLogger(__name__)
 
 
-def report(
-    scores: Scores,
-    options: StorageOptions,
-    *,
-    title: str,
-    run_id: str,
-    pictured: Sequence[str],
-) -> Report:
+def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, pictured: Sequence[str]) -> Report:
     """The page of an evaluation: scores, quality of the confidence, and captioned pictures.
 
     options: of the images' storage. run_id: names the model; it also decides which pictures a long page shows.
@@ -128,16 +121,17 @@ def write_summary(
     columns: list[str],
     rows: Rows,
     metadata: Mapping[str, str],
-    decorations: Decorations,
 ) -> None:
     """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
 
     content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
     """
     (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
+    decorations = Decorations()
     with decorations.making("the report of the seeds"):
         page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
         (place / "report.html").write_bytes(report_html(page).encode())
+    decorations.log_failed()
 
 
 @dataclass(frozen=True)
@@ -199,20 +193,16 @@ class ResultsFolder:
 
 
 def write_results(
-    folder: ResultsFolder,
-    scores: Scores,
-    settings: RunConfig,
-    *,
-    label: str,
+    folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str, may_store: bool = True
 ) -> None:
-    """Logs the scores of a model, and writes its scores and pages. Stores its confidence in its bundle.
+    """Logs the scores of a model, and writes its scores and pages. label: names the model.
 
-    label: names the model.
+    may_store: whether the bundle of a single model gets the confidence that was fitted.
     """
     content, decorations = scores.to_json(), Decorations()
     for each in scores.splits:
         _log_scores(each)
-    if len(scores.bundles) == 1:
+    if may_store and len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
     models = ", ".join(bundle.name for bundle in scores.bundles)
@@ -221,13 +211,8 @@ def write_results(
             continue
         split = each.split
         with decorations.making(f"the report of {split}"):
-            page = report(
-                scores.of(split),
-                settings.storage.options,
-                title=f"{label} on {split}",
-                run_id=label,
-                pictured=[split],
-            )
+            options, title = settings.storage.options, f"{label} on {split}"
+            page = report(scores.of(split), options, title=title, run_id=label, pictured=[split])
             metadata = {"models": models, "images": f"{split} {len(each.images)}"}
             write_report(folder.path / f"report-{split}.html", replace(page, metadata=metadata))
             logger.info(f"report       {folder.place / f'report-{split}.html'}")

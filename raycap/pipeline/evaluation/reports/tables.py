@@ -82,29 +82,19 @@ class SeedScores:
         }
 
     def rows(self, split: str, columns: Sequence[str], prefix: str = "") -> Rows:
-        """The table's rows of a split: mean and standard deviation, and the lowest and the highest score.
-
-        prefix: precedes the name of the split.
-        """
+        """The table's row of a split: mean and standard deviation. prefix: precedes the name of the split."""
         count, spreads = len(self.labels), {column: self.spread(split, column) for column in columns}
         seeds = f"{count} seeds" if count > 1 else "1 seed"
         cells = [
             self._missing(split, column) if spread is None else spread.text(in_percent=column == MAIN_OBJECT)
             for column, spread in spreads.items()
         ]
-        rows = [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
-        if count > 1:
-            lowest = [None if spread is None else spread.min for spread in spreads.values()]
-            highest = [None if spread is None else spread.max for spread in spreads.values()]
-            rows += [("  lowest", single_scores(columns, lowest)), ("  highest", single_scores(columns, highest))]
-        return rows
+        return [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
 
     def rows_of_models(self, split: str, columns: Sequence[str]) -> Rows:
         """One row per model."""
-        values = [self.values(split, column) for column in columns]
-        return [
-            (f"  {label}", single_scores(columns, scores)) for label, *scores in zip(self.labels, *values, strict=True)
-        ]
+        texts = [[_single(value, column) for value in self.values(split, column)] for column in columns]
+        return [(f"  {label}", cells) for label, *cells in zip(self.labels, *texts, strict=True)]
 
     def _missing(self, split: str, column: str) -> str:
         """The cell of a score that at least one model lacks."""
@@ -116,12 +106,9 @@ class SeedScores:
         return f"{UNAVAILABLE} for {values.count(None)} of {len(values)} models: {reason}"
 
 
-def single_scores(columns: Sequence[str], values: Sequence[float | None]) -> list[str]:
-    """The cells of single scores; empty for None."""
-    pairs = zip(columns, values, strict=True)
-    return [
-        "" if value is None else Spread.of([value]).text(in_percent=column == MAIN_OBJECT) for column, value in pairs
-    ]
+def _single(value: float | None, column: str) -> str:
+    """The cell of one model's score; empty if it is None."""
+    return "" if value is None else Spread.of([value]).text(in_percent=column == MAIN_OBJECT)
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -191,14 +191,9 @@ def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
     return [_mean(ngrams.rouge_l(captions.predictions, captions.references))]
 
 
-def _cider_d(captions: TokenizedCaptions) -> list[Score]:
+def _cider(captions: TokenizedCaptions, values: Callable[[ngrams.Corpus], np.ndarray]) -> list[Score]:
     _require_two_images(captions)
-    return [_mean(ngrams.cider_d(captions.corpus))]
-
-
-def _cider_r(captions: TokenizedCaptions) -> list[Score]:
-    _require_two_images(captions)
-    return [_mean(ngrams.cider_r(captions.corpus))]
+    return [_mean(values(captions.corpus))]
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
@@ -230,14 +225,6 @@ def _self_cider(captions: TokenizedCaptions) -> list[Score]:
     return [_mean(ngrams.self_cider(captions.several, captions.references))]
 
 
-def _clip_score(captions: TokenizedCaptions) -> list[Score]:
-    return _similarity(captions, "clip", CLIP_WEIGHT)
-
-
-def _pac_score(captions: TokenizedCaptions) -> list[Score]:
-    return _similarity(captions, "pac", PAC_WEIGHT)
-
-
 def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> list[Score]:
     """The similarity of captions and images, without and with the references. field: that of the encoder."""
     encoder: ClipEncoder = _needed(captions.inputs, field)
@@ -247,6 +234,10 @@ def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> lis
     others = encoder.texts([PROMPT + text for image in references for text in image])
     similarity = image_similarity(images, texts, weight)
     return [_mean(similarity), _mean(with_references(similarity, texts, others, [len(image) for image in references]))]
+
+
+_CLIP_SCORE = partial(_similarity, field="clip", weight=CLIP_WEIGHT)
+_PAC_SCORE = partial(_similarity, field="pac", weight=PAC_WEIGHT)
 
 
 def _bert_score(captions: TokenizedCaptions) -> list[Score]:
@@ -259,11 +250,11 @@ TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
     Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
-    Metric(("CIDEr-D",), _cider_d),
+    Metric(("CIDEr-D",), partial(_cider, values=ngrams.cider_d)),
     Metric(  # slow, needs 3 GB
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java.check_spice
     ),
-    Metric(("CIDEr-R",), _cider_r, by_default=False),
+    Metric(("CIDEr-R",), partial(_cider, values=ngrams.cider_r), by_default=False),
     Metric(  # a share of mentions, not of images
         ("CHAIR-i",), _chair_i, by_default=False, less_is_better=True, needs="objects", compare_by_image=False
     ),
@@ -271,8 +262,8 @@ TABLE = (
     Metric(("Div-1", "Div-2"), _distinct, by_default=False, needs="several"),
     Metric(("mBLEU-4",), _mutual_bleu, by_default=False, less_is_better=True, needs="several"),
     Metric(("self-CIDEr",), _self_cider, by_default=False, needs="several"),
-    Metric(("CLIPScore", "RefCLIPScore"), _clip_score, by_default=False, needs="clip", english_only=True),
-    Metric(("PAC-S", "RefPAC-S"), _pac_score, by_default=False, needs="pac", english_only=True),
+    Metric(("CLIPScore", "RefCLIPScore"), _CLIP_SCORE, by_default=False, needs="clip", english_only=True),
+    Metric(("PAC-S", "RefPAC-S"), _PAC_SCORE, by_default=False, needs="pac", english_only=True),
     Metric(("BERTScore", "BERTScore-P", "BERTScore-R"), _bert_score, by_default=False, needs="bert"),
 )
 METRICS = tuple(name for metric in TABLE for name in metric.names)

@@ -43,13 +43,7 @@ class Corpus:
 
     @classmethod
     def build(cls, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> Corpus:
-        """The corpus of one prediction and one or more references per image, as tokens.
-
-        Raises ValueError when an image lacks its prediction or its references.
-        """
-        if len(predictions) != len(references) or not all(references):
-            counts = f"{len(predictions)} predictions and {sum(map(bool, references))} images with references"
-            raise ValueError(f"every image needs one prediction and at least one reference: found {counts}")
+        """The corpus of one prediction and one or more references per image, as tokens."""
         captions = [*predictions, *(caption for image in references for caption in image)]
         image = np.concatenate((np.arange(len(predictions)), _group_numbers(references)))
         return cls.of_captions(captions, image, len(predictions))

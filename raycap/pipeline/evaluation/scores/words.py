@@ -226,7 +226,7 @@ def tokenize(caption: str, following: str = "") -> list[str]:
     """
     tokens: list[str] = []
     for plain in map(_plain_tokens, caption.split()):
-        if plain is None:
+        if plain is None:  # this piece needs rules that read the whole line
             return _apply_rules(caption, following)
         tokens += plain
     return tokens

@@ -96,7 +96,10 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
 
 
 def decoded_bytes(array: pa.Array) -> int:
-    """The size of an array in which each text is stored where it is used."""
+    """The bytes that the values of an array take without dictionaries, where a text counts once for each use.
+
+    At least the bytes of a dictionary's indices count, because its texts may be empty.
+    """
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.binary_length(array.dictionary).take(array.indices)
         return max(array.indices.nbytes, int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0))
