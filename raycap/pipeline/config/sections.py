@@ -265,8 +265,7 @@ class DataSection(Section):
         for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
-        splits = (*self.train_splits, self.val_split, *self.test_splits)
-        if unknown := [split for split in splits if split not in SPLIT_CYCLE]:
+        if unknown := [split for split in (self.val_split, *self.test_splits) if split not in SPLIT_CYCLE]:
             known = ", ".join(dict.fromkeys(SPLIT_CYCLE))
             raise ValueError(f"data names the split {quoted_value(unknown[0])}; the synthetic data set has {known}")
         if self.synthetic.language != self.language:

@@ -89,7 +89,7 @@ def extract_features(
     """Adds the features of the data set's images that the store lacks.
 
     weights: the file of the backbone's weights; None for region features. start_ray, unreadable: see `extract`.
-    transform: the one that a bundle records, in place of the backbone's.
+    transform: if given, the one that a bundle records, used in place of the backbone's.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
@@ -168,7 +168,7 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
-    recorded: ImageTransform | None = None  # by a bundle, because another timm may have other statistics
+    recorded: ImageTransform | None = None  # in a bundle; another timm may have other statistics
 
     @property
     def transform(self) -> ImageTransform:

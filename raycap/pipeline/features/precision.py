@@ -110,7 +110,7 @@ def extraction_precision(
 
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
-    """What `extraction_precision` would return; None if it would have to measure first."""
+    """What `extraction_precision` would return; None if the precision must be measured first."""
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
     return _recorded(_work(backbone, settings), folder)[1]

@@ -296,7 +296,7 @@ class RunFolder:
         return self.path / "stages" / name
 
     def result(self, name: str) -> StageResult | None:
-        """The result of a stage; None while it is not finished."""
+        """The result of a stage; None while the stage is not finished."""
         path = self.stage(name) / "DONE.json"
         if not path.is_file():
             return None

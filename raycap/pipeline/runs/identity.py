@@ -1,6 +1,6 @@
 """The identity of a run: a hash of what decides its result.
 
-This is its configuration, its data and RESULTS_VERSION. If a change of the code changes the losses, captions or scores
+The hash covers configuration, data and RESULTS_VERSION. If a change of the code changes the losses, captions or scores
 of small runs, `tests/integration/test_curves.py` fails and asks for a higher version.
 """
 

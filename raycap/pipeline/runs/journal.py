@@ -85,7 +85,7 @@ def journal_bytes(folder: Path) -> int:
 
 
 class Follower:
-    """Returns each new entry once, even if a resumed stage repeats its step. It reads only what was added."""
+    """Returns each new entry once, even if a resumed stage repeats its step. Reads only what was added."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,7 +136,7 @@ def _parse(lines: bytes) -> list[Entry]:
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
     """The key by which `Follower` recognizes an entry. Of several entries with equal keys it returns the first.
 
-    The key of metrics has no time, because a resumed stage repeats steps with equal metrics. That of a text has one,
-    because a text that is written again at the same step is a new entry.
+    The key of metrics has no time, because a resumed stage repeats steps with equal metrics. The key of a text has
+    one, because a text that is written again at the same step is a new entry.
     """
     return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

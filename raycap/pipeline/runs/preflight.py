@@ -171,7 +171,7 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
 def require_possible(config: RunConfig) -> None:
     """Raises UserError if the model has more parameters than any machine can hold.
 
-    It also raises it if `freeze` or `layer_decay` of a stage do not fit the parameters. The model is made without
+    Also raises UserError if `freeze` or `layer_decay` of a stage do not fit the parameters. The model is made without
     memory for its weights.
     """
     import torch
@@ -197,7 +197,7 @@ def require_possible(config: RunConfig) -> None:
 def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
     """Checks the captioning model for `require_possible`, and returns it without memory for its weights.
 
-    It has 100 words. The data, which are not read yet, may make it larger.
+    The model has 100 words. The data, which are not read yet, may make it larger.
     """
     from raycap.models.captioner import model_on_meta
 

@@ -75,7 +75,7 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
 def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
     """True if data.arrow of an existing run holds this data set.
 
-    It is false if the file is damaged, or if the images have moved to another place and the run is not complete. The
+    False if the file is damaged, or if the images have moved to another place and the run is not complete. The
     places of a complete run's images do not matter.
     """
     columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]

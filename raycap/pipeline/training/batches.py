@@ -32,7 +32,7 @@ from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.names import shown
 
 NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
-CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # the last part of a seed, so that it differs from those of `samples_at`
+CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # the last part of seeds, which differ from the seeds of `samples_at`
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
@@ -265,7 +265,7 @@ def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
     permuted = _feistel(values, shift, keys)
     outside = np.flatnonzero(permuted >= size)
-    while len(outside):  # Repeating it ends inside [0, size), and is still a bijection.
+    while len(outside):  # repeated permutation ends inside [0, size), and is still a bijection
         again = _feistel(permuted[outside], shift, keys)
         permuted[outside] = again
         outside = outside[again >= size]

@@ -76,7 +76,7 @@ class StageJob:
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the unfinished stages of a job one after the other, and then captions its split, if it has one.
 
-    It ends early if the context must stop.
+    Ends early if the context must stop.
     """
     require_driver(job.folder, job.driver_token)  # before `on_worker`, which removes copies for other drivers
     folder = job.folder.on_worker(job.driver_token)
@@ -139,8 +139,8 @@ def feature_computer(
 ) -> FeatureComputer | None:
     """Computes the features of training images at each step of a frozen stage. None if a store has them.
 
-    undecided: the precision if `features.compute_dtype` is auto and the storage has no decision yet. If it is None,
-    this raises ValueError.
+    undecided: the precision if `features.compute_dtype` is auto and the storage has no decision yet. Raises
+    ValueError if it is needed and None.
     """
     config = folder.config
     if stage.train_backbone or config.features.store == "always":
@@ -153,14 +153,14 @@ def feature_computer(
 
 
 def with_features(batch: Batch, computer: FeatureComputer | None) -> Batch:
-    """The batch with features in place of pixels. They are those of a store, on the computer's device."""
+    """The batch with features in place of pixels. The features equal a store's and are on the computer's device."""
     if computer is None:
         return batch
     return replace(batch, features=Features(computer.features(batch.features.tokens)))
 
 
 def feature_dtype(stage: StageSection) -> torch.dtype:
-    """The type of a batch's features. If the precision is bfloat16, it is float32, which autocast converts."""
+    """The type of a batch's features. With precision bfloat16 they are float32, and autocast converts them."""
     return torch.float64 if stage.precision == "float64" else torch.float32
 
 
@@ -240,8 +240,8 @@ class StageRun:
             progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
-                # A checkpoint is due. If this step has a validation, it must be saved after it: a stage that resumes
-                # from an earlier checkpoint would skip the validation.
+                # -inf makes a checkpoint due below. If this step has a validation, only `_validate` saves one: a stage
+                # that resumes from a checkpoint before the validation would skip it.
                 self.had_notice, saved_at = True, -math.inf
                 text = STOPPING if must_stop else NOTICE
                 output.log("notice", progress.step, {"text": text, "total": self.total})

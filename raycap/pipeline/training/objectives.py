@@ -56,11 +56,11 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
-# Its arguments are captions (R, T) and the rows (R,) of their images. It returns their rewards (R,) float64, and the
-# summands of these by name (`WeightedReward`).
+# A reward takes captions (R, T) and the rows (R,) of their images. It returns the captions' rewards (R,) float64, and
+# the summands of the rewards by name (`WeightedReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
-# Its arguments are the wrapped module, the captioner inside it, the batch, and a generator for sampling. The gradient
+# An objective takes the wrapped module, the captioner inside it, the batch, and a generator for sampling. The gradient
 # flows through the forward pass of the wrapped module. The captioner itself draws samples.
 Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
@@ -184,8 +184,8 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
 def check_reward(stage: StageSection, reward: WeightedReward) -> str:
     """A line for the log with the signature and the CIDEr-D of ground-truth captions.
 
-    Raises ValueError if ground truth scores near zero, because SCST then has nothing to optimize. It also raises it if
-    CIDEr-D should reward EOS, but is the same without EOS.
+    Raises ValueError if ground truth scores near zero, because SCST then has nothing to optimize. Also raises
+    ValueError if CIDEr-D should reward EOS, but is the same without EOS.
     """
     text = f"SCST {stage.sampling.signature}"
     ground_truth = reward.cider_d.ground_truth
@@ -304,7 +304,7 @@ def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
 def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
     """KL(p || q), summed over the positions of each caption, of the model p from a reference q.
 
-    At each position it is the exact sum over the vocabulary of p (log p - log q), given the sampled words before it.
+    At each position, the value is the exact sum over the vocabulary of p (log p - log q), given the words before it.
     The divergence of the distributions of whole captions is the expected sum of these. So for captions sampled from p,
     the mean of this function is that divergence.
 
@@ -312,7 +312,8 @@ def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor
     probabilities of the sampled words alone. Their estimates vary more, and InstructGPT's can be negative. As in GRPO,
     the gradient ignores that p also decides about the words before.
 
-    p has the stage's dropout, as in the rest of the loss, and q has none. With dropout, it therefore starts above 0.
+    p has the stage's dropout, as in the rest of the loss, and q has none. With dropout, the divergence therefore
+    starts above 0.
 
     tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
     """

@@ -47,8 +47,8 @@ def learning_rate(
 def make_optimizer(captioner: Captioner, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
     """RAdam, Adam or AdamW over the trainable parameters.
 
-    In its first five steps, torch's RAdam updates by momentum. That of ExpansionNet v2's code leaves the weights
-    unchanged there. From step 6 on, both are the same.
+    In its first five steps, torch's RAdam updates by momentum. The RAdam of ExpansionNet v2's code leaves
+    the weights unchanged in these steps. From step 6 on, both are the same.
     """
     optimizers = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     groups = _parameter_groups(captioner, section)

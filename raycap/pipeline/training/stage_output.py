@@ -210,12 +210,12 @@ class StageOutput:
         """Waits for the background threads, and pushes the journal. The local copy of the run can then be removed.
 
         If another worker may write now, or the storage fails, it raises no error, and the copy remains. It takes only
-        seconds even if the storage is down, because a stage that failed reports its error after it.
+        seconds even if the storage is down, because a stage that failed reports its error afterwards.
         """
         pending = [each for each in (self._pending, self._journal_pending) if each is not None]
         if wait(pending, CLOSE_S).not_done:
             return
-        self._pool.shutdown()  # first, because it uses the other pool
+        self._pool.shutdown()  # first, because its thread uses the other pool
         self._journal_pool.shutdown()
         if self.writes and self.folder.home is not None:
             home = StoragePath(self.folder.home.uri, self.folder.home.options.hasty)

@@ -1,6 +1,6 @@
 """Metrics of the steps between two journal entries: means over steps and ranks, speed, and waiting for data.
 
-They stay on the device until an entry is written, so that a step does not wait for a GPU.
+The metrics stay on the device until an entry is written, so that a step does not wait for a GPU.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FiniteCheck:
     """Raises DivergedError if a number of a training step is infinite or NaN.
 
     On a CPU, each step is checked before its update. To read a number of a GPU, the processor would have to wait, so
-    numbers stay there until `require`. It must be called before weights are written.
+    numbers stay on it until `require`, which must be called before weights are written.
     """
 
     def __init__(self, stage: str, rank: int, *, defers: bool) -> None:
