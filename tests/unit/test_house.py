@@ -14,8 +14,9 @@ SOURCES = sorted(path for package in ("raycap", "raycap_onnx") for path in (ROOT
 
 # Calls that may appear in a constant's value: they build a value and do nothing else.
 PURE_CALLS = {
-    "dict.fromkeys", "frozenset", "len", "logging.getLogger", "np.array", "np.iinfo", "np.uint64", "package_folder",
-    "range", "re.compile", "sorted", "threading.Lock", "tuple", "typer.Argument", "typer.Option", "typer.Typer",
+    "Metric", "dict.fromkeys", "frozenset", "len", "logging.getLogger", "np.array", "np.iinfo", "np.uint64",
+    "package_folder", "partial", "range", "re.compile", "sorted", "threading.Lock", "tuple", "typer.Argument",
+    "typer.Option", "typer.Typer",
 }  # fmt: skip
 
 
