@@ -34,6 +34,10 @@ def test_without_new_data_nothing_is_done_and_no_image_is_read(world: World, mon
         "only the lease and its token were written"
     )
     sound(world, 1)
+    world.entries[0]["sentences"][0]["raw"] += " again"
+    world.annotate()
+    code, said = world.call(work)
+    assert code == 0 and "0 new, 1 changed, 0 gone" in said and len(work.trained) == 1, said
 
 
 def test_a_storage_without_conditional_writes_is_refused(
@@ -68,6 +72,21 @@ def test_new_data_that_helps_is_promoted(world: World) -> None:
     assert "promoted" in page and record["reason"] in html.unescape(page) and "data:image" in page
     code, said = world.call(work)
     assert code == 0 and "nothing new" in said and len(work.trained) == 1
+
+
+def test_the_whole_interval_must_be_above_the_margin(tmp_path: Path) -> None:
+    def decided(name: str, **section: float) -> dict[str, Any]:
+        world = World(tmp_path / name, **section)
+        world.begin()
+        first(world)
+        world.add("train", 20, range(3, 8))
+        world.call()
+        return world.last()
+
+    free = decided("free")
+    low, mean = free["difference"]["low"], free["difference"]["mean"]
+    assert low < mean and free["decision"] == "promoted"
+    assert decided("margin", margin=(low + mean) / 2)["decision"] == "kept"
 
 
 def test_a_worse_model_is_not_promoted_and_the_reason_is_recorded(world: World) -> None:

@@ -69,6 +69,22 @@ def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
         read_json(tmp_path / "DONE.json")
 
 
+def test_a_folder_that_cannot_be_moved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rename, errors = tmp_path / "folder", Path.rename, [OSError("no space")]
+    with atomic_folder(folder) as temporary:
+        (temporary / "first").write_text("x")
+
+    def fail_once(path: Path, target: Path) -> Path:
+        if target == folder and errors:
+            raise errors.pop()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(OSError, match="no space"), atomic_folder(folder) as temporary:
+        (temporary / "second").write_text("x")
+    assert names(tmp_path) == ["folder", "folder/first"]
+
+
 def test_a_folder_replaces_an_older_one_or_refuses_to(tmp_path: Path) -> None:
     folder = tmp_path / "above" / "folder"
     for name in ("first", "second"):

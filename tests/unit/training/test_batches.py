@@ -47,6 +47,14 @@ def test_an_epoch_of_pairs_holds_every_caption_once(parts: tuple[Images, Caption
     assert sum(epoch.values()) == 65 and epoch == captions
 
 
+def test_an_image_gives_other_captions_in_other_steps(parts: tuple[Images, CaptionTokens]) -> None:
+    """Each image has five captions and gives two. Over many epochs it gives all of them about equally often."""
+    batches = Batches(*parts, stage(batch_size=13, captions_per_image=2), seed=1, rank=0, world_size=1)
+    steps = [batch for group in batches.stream(0, 60) for batch in group]
+    given = Counter(tuple(row) for batch in steps for row in batch.tokens.tolist())
+    assert len(given) == 65 and min(given.values()) > 8, "24 on average"
+
+
 def test_a_batch_moves_as_a_whole() -> None:
     """Features are converted, region lengths and tokens keep their types, pixels become channels-last."""
     regions = Features(torch.ones(2, 3, 4), torch.tensor([1, 3]), torch.ones(2, 3, 4))
