@@ -424,7 +424,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRule
 
 @dataclass
 class Beams:
-    """Captions in progress: tokens and log_probs (B, K, max_length), and `ended` and sums of log_probs `scores` (B, K)."""
+    """Captions in progress: tokens and log_probs (B, K, max_length), scores (sums of log_probs) and ended (B, K)."""
 
     sizes: ModelSizes
     tokens: Tensor
