@@ -62,7 +62,7 @@ def map_tensors(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors
 class Cache(ABC):
     """The decoder's state between steps for B images with K beams each. Row b*K+k is beam k of image b."""
 
-    length: int  # tokens consumed so far
+    length: int  # number of tokens that each beam has read
     images: int
     beams: int
 
@@ -80,7 +80,7 @@ class Cache(ABC):
 
 
 class CaptionModel(nn.Module, ABC):
-    """A captioner that reads features. Its tensors decide device and dtype, and its callers decide about autocast."""
+    """A captioner that reads features. The weights and inputs decide the dtype, and callers decide about autocast."""
 
     def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
         super().__init__()

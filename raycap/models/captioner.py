@@ -73,7 +73,7 @@ class Captioner(nn.Module):
         return list(frozen.values())
 
     def compile_layers(self) -> None:
-        """Compiles every layer of the model and every block of the backbone in place, at their first use."""
+        """Makes torch compile every layer of the model and every block of the backbone at its first use, in place."""
         # The layers are compiled one by one, because workers would exchange the gradients of a captioner that is
         # compiled as a whole only after its backward pass. All blocks of a backbone are the same code, of which torch
         # compiles a version for each shape, mask and drop path, in training and in evaluation. The limit is raised,
@@ -139,7 +139,7 @@ def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneCo
 class Cost:
     """The cost of a model without its backbone: multiply-accumulates per image, and the number of parameters."""
 
-    paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`); None for other systems
+    paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`), or None for other systems
     executed: float  # what this code computes for one caption in teacher forcing
     beam_search: float  # what this code computes in a beam search
     parameters: int

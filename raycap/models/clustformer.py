@@ -68,7 +68,7 @@ from raycap.models.layers import (
     token_embedding,
 )
 
-State = tuple[Tensor, ...]  # what a layer passes to the next layer for equation 6; empty before the first layer
+State = tuple[Tensor, ...]  # what equation 6 needs of the layers below, or () in the first layer
 
 
 def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
     distance = positions - positions[:, None]
     sums = F.pad(context.cumsum(-1)[..., :-1], (1, 0))  # V[0] .. V[N-1]
     z = scalar[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / distance.clamp_min(1) + bias
-    # the undefined entries become 0 before the sigmoid, so that they cause no gradient and no overflow
+    # entries with i >= k are not defined; they become 0 before the sigmoid, so that they cause no gradient or overflow
     return torch.where(distance > 0, z, 0.0)
 
 
@@ -129,7 +129,7 @@ class Layout:
         if self.valid_mask is None:
             return self._means(grid)
         valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
-        # the mean of a group's valid members; clamp_min avoids 0 / 0 in a group without valid members
+        # the mean of a group's valid members only; clamp_min avoids 0 / 0 in groups that have none
         return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
     def _means(self, grid: Tensor) -> Tensor:
@@ -205,9 +205,9 @@ class ClusterMaps(nn.Module):
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
         complements = tuple(F.logsigmoid(-z) for z in scores)
-        if before:  # equation 6: the stacked 1 - P is the product of 1 - P in this layer and the layers before it
+        if before:  # equation 6: the stacked 1 - P is the product of 1 - P in this layer and in all layers below
             complements = tuple(old + new for old, new in zip(before, complements, strict=True))
-        largest = -torch.finfo(complements[0].dtype).tiny  # less than 0, so that the logarithm of P is finite
+        largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that P is above 0 and its logarithm finite
         return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
 
     def _stacked(self, matrix: Tensor, log_complements: State, before: State) -> tuple[Tensor, State]:
@@ -255,12 +255,12 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
         padding = torch.arange(count, device=boxes.device) >= lengths[:, None]
         center_x, center_y = (axis.masked_fill(padding, torch.inf) for axis in (center_x, center_y))
     center_x, center_y = (F.pad(axis, (0, columns * rows - count), value=torch.inf) for axis in (center_x, center_y))
-    # sort by y, then stably by x: regions with the same x stay sorted by y
+    # sorted by y and then stably by x, so that regions with the same x stay sorted by y
     order = center_y.argsort(stable=True, dim=1)
     order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
     order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
     order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
-    # an index at this limit or above it means padding or a dummy
+    # indices from this limit on are padding or dummies
     limit = count if lengths is None else lengths[:, None]
     return Arrangement(order, order < limit)
 
@@ -307,7 +307,7 @@ class ClusteredAttention(SelfAttention):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if attention_mask is None:
             weights = scores.softmax(-1)
-        else:  # with MASKED_SCORE, because -inf would give NaN for an image without regions
+        else:  # MASKED_SCORE and not -inf, because the softmax of an image without regions would be NaN
             hidden = ~attention_mask
             weights = scores.masked_fill(hidden, MASKED_SCORE).softmax(-1).masked_fill(hidden, 0.0)
         return weights if clusters is None else weights * clusters[:, None]
@@ -502,7 +502,7 @@ class ClustFormer(EncoderDecoder):
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         cache, states = super().init_cache(memory, beams), memory.states
         zeros = states.new_zeros(cache.images * beams, 1, dtype=torch.promote_types(states.dtype, torch.float32))
-        # before the first step each layer has V[0] = 0 and an empty row of C
+        # before the first step, the prefix sums are V[0] = 0, and C has no row
         sums, rows = [zeros for _ in self.decoder], [zeros[:, :0] for _ in self.decoder]
         return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.config.window)
 

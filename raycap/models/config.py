@@ -42,7 +42,7 @@ class Before:
 
     def __get_pydantic_core_schema__(self, source: object, handler: Callable[[object], Values]) -> Values:
         schema = handler(source)
-        for each in schema.get("choices", [schema]):  # the members of a union, or the only type
+        for each in schema.get("choices", [schema]):  # all types of a union, or the only type
             each["strict"] = True
         return {"type": "function-before", "function": {"type": "no-info", "function": self.function}, "schema": schema}
 
@@ -79,14 +79,14 @@ NUMBER, TEXT = Before(read_number), Before(check_text)
 
 Text = Annotated[str, TEXT]
 Whole = Annotated[int, Ge(0), NUMBER]
-Count = Annotated[int, Ge(1), Le(10_000), NUMBER]  # of heads, positions, image tokens, captions, workers and the like
+Count = Annotated[int, Ge(1), Le(10_000), NUMBER]  # a number of heads, image tokens, captions, workers and the like
 CountOrZero = Annotated[int, Ge(0), Le(10_000), NUMBER]
-Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # of vectors; the widest layers of language models have about 50,000
-Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # captioners have 3 to 12
-Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # of expansion vectors; the number of parameters is limited, too
-Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # of a vocabulary
+Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # a width of vectors; the widest of language models have about 50,000
+Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # a number of layers; captioners have 3 to 12
+Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # a number of expansion vectors; parameters are limited, too
+Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # a number of words
 Pixels = Annotated[int, Ge(1), Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384
-Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # of dropout and the like
+Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # a probability, as of dropout
 
 
 class Identity(Enum):
@@ -189,7 +189,7 @@ class MeshedMemoryConfig(ModelConfig):
 
     name: Literal["meshed_memory"] = "meshed_memory"
     num_memory_slots: CountOrZero = 40
-    """The number of learned keys and values in addition to those of the regions."""
+    """The number of learned keys and values that encoder layers attend to in addition to those of the regions."""
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"
     """How the levels of "meshed" are weighted. The softmax is over the levels."""
@@ -232,7 +232,7 @@ class ClustFormerConfig(ModelConfig):
     """The layers that have C, numbered from 1. By default, all layers have it."""
     clustered_decoder_layers: tuple[Layers, ...] | None = None
     stacking: Literal["matrix", "conditional", "none"] = "matrix"
-    """What equation 6 stacks (`models/clustformer.py`)."""
+    """What equation 6 stacks: the matrix C, or the probabilities that C is made of (`models/clustformer.py`)."""
     sampling: Count = 2
     """The rate of down-up sampling in the encoder. At 1, nothing is sampled."""
     window: CountOrZero | None = None
@@ -360,7 +360,7 @@ class BackboneConfig:
         if self.is_swin and self.image_size % 4:
             raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
         num_stages = len(self.depths or ())
-        num_heads = len(self.num_heads) if self.num_heads else 4  # the named models have four stages
+        num_heads = len(self.num_heads) if self.num_heads else 4  # named Swin models have four stages
         if self.is_swin and num_stages > num_heads:
             raise ValueError(
                 f"backbone.depths asks for {num_stages} stages, and backbone.num_heads has {num_heads} numbers; give "
@@ -446,7 +446,7 @@ class Decoding:
 # decoding as in the papers' code, also for bundles that record no rules
 PLAIN = Decoding(suppress_unk=False)
 
-VIEWS_VERSION = 1  # raise it when the pixels of `encoders.transform.augmented` change, so that views are made again
+VIEWS_VERSION = 1  # raise it when `encoders.transform.augmented` gives other pixels, so that views are made again
 
 
 @dataclass(frozen=True)

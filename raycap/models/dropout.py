@@ -1,8 +1,8 @@
 """Dropout, and masks that SCST uses twice: when it samples captions, and when it computes their loss.
 
-Sampling decodes a caption step by step. The loss comes from one teacher-forced pass over the whole caption. If both
-drop the same elements, the gradient of the pass is the gradient of the sampling. The n-th dropout of a step and the
-n-th dropout of the pass therefore use the same masks.
+Sampling decodes a caption step by step, and the loss comes from one teacher-forced pass over the whole caption. The
+gradient of the pass is right for the sampled captions only if both drop the same elements. The n-th dropout of a step
+and the n-th dropout of the pass therefore use the same masks.
 
 A caption's mask at a position is drawn once, as in the Meshed-Memory Transformer's code. (ExpansionNet v2's code has no
 cache, so it draws new masks for all positions in each step.) A beam that continues another beam takes over its masks.
@@ -53,9 +53,9 @@ def keep_mask(shape: Sequence[int], p: float, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(shape, dtype=torch.uint8, device=device).bernoulli_(1 - p)
     count = math.prod(shape)
-    # each random 64-bit word gives the bytes of eight elements
+    # 64-bit words are drawn, because each gives the bytes of eight elements at once
     words = torch.empty((count + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
-    # a random byte below this number becomes 0, any other 1
+    # random bytes below the threshold become 0 (dropped), all others 1
     return words.view(torch.uint8)[:count].view(shape).ge_(_dropped_bytes(p))
 
 
@@ -129,7 +129,7 @@ class CaptionMasks:
         # The masks of each dropout: (T, R, N) if it drops elements of tokens, (T, T, R, N) for pairs of tokens.
         self.drawn: list[Tensor] = []
         self.calls = 0  # the number of dropouts so far in this step or pass
-        self.position: int | None = None  # the position of the step; None in a pass
+        self.position: int | None = None  # the position of the current step, or None in a pass
 
     @contextmanager
     def in_use(self, model: nn.Module) -> Iterator[None]:
@@ -204,8 +204,8 @@ class CaptionMasks:
 class PrefixMasks(CaptionMasks):
     """Masks for a decoder whose step computes all tokens so far and a mask token (`models/clustformer.py`).
 
-    Every step has new masks for all of its tokens. The pass has a row of T + 1 tokens for each of the T steps of a
-    caption.
+    Every step has new masks for all of its tokens. A teacher-forced pass has one row of T + 1 tokens for each of the T
+    steps of a caption.
     """
 
     def of_tokens(self, shape: tuple[int, ...], p: float) -> Tensor:

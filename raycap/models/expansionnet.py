@@ -67,7 +67,7 @@ def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 
 
 class Expansion(nn.Module):
-    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between the two forms."""
+    """The base of both expansions, with E_Q (`queries`), E_B (`biases`), dropout, and the choice between two forms."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
         super().__init__()
@@ -465,12 +465,12 @@ def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
 
     In float16, epsilon would be 0.
     """
-    if torch.compiler.is_exporting():  # scaled, because optimizers of ONNX graphs take an addend below 1e-8 for 0
+    if torch.compiler.is_exporting():  # scaled, because optimizers of ONNX graphs replace an addend below 1e-8 by 0
         sums, epsilon = sums * EXPORT_SCALE, epsilon * EXPORT_SCALE
         result = sums.add(epsilon).reciprocal().mul(EXPORT_SCALE)
     else:
         result = sums.add_(epsilon).reciprocal_()
-    if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
+    if dtype == torch.float16:  # limited, because an all-zero row would give inf, and inf * 0 = nan
         result = result.clamp_(max=6e4)  # float16 ends at 65504
     return result.to(dtype)
 
@@ -486,7 +486,7 @@ def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dim
 
 def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
     """Returns the gradient of M: `positive` where `above` > 0, minus `negative` where `below` > 0."""
-    relu_gradient = torch.ops.aten.threshold_backward  # one pass, where a comparison and a product would be two
+    relu_gradient = torch.ops.aten.threshold_backward  # takes one pass over memory, not a comparison and a product
     return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
 
 
@@ -505,7 +505,7 @@ class StaticWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            # masked before the product, because the product overflows at padding in float16
+            # masked before it is multiplied by the inverse, because float16 could overflow at padding
             masked = part if valid_mask is None else part * valid_mask
             inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
             results.append(masked * inverses[-1])

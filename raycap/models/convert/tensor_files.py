@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # dictionary a thousand times by the classes that `weights_only` allows.
 LOADING_BYTES = 4 * 2**30
 MAX_REASON = 300
-MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
+MAX_HEADER_BYTES = 2**20  # of a safetensors file; the header of Swin-L with ExpansionNet v2 has 0.05 MB
 
 
 class _Ignored:
@@ -109,7 +109,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _require_memory(path: Path) -> None:
     """Raises ValueError for a file that does not fit into memory twice, as tensors and as the model's weights."""
     status, memory = path.stat(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+    if not stat.S_ISREG(status.st_mode):  # refused, because opening a pipe would wait for its writer
         raise ValueError("it is not a regular file")
     if 2 * status.st_size > memory:
         raise ValueError(
@@ -137,7 +137,7 @@ def _require_plain_records(path: Path) -> None:
     """Raises ValueError if a zip file unpacks to more than its own size, because torch never compresses records."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
-            return  # torch's older format, which has no compression
+            return  # torch's older format is no zip file and has no compression
     with zipfile.ZipFile(path) as archive:
         unpacked, size = sum(record.file_size for record in archive.infolist()), path.stat().st_size
     if unpacked > size:

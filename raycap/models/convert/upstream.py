@@ -120,7 +120,7 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """The settings and sizes that an upstream captioner's tensors show. They do not show groups and heads."""
+    """The settings and sizes that an upstream captioner's tensors show, which are all but the groups and heads."""
 
     model: Values
     feature_width: int

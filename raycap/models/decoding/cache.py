@@ -27,7 +27,7 @@ class TreeSlots:
 
     def __init__(self, beams: int) -> None:
         self.beams = beams
-        self.count = 0  # slots so far, including those of the current step
+        self.count = 0  # number of slots so far, including those of the current step
         self.cached: dict[str, Tensor] = {}
 
     def allocate(
@@ -117,7 +117,7 @@ class TreeCache(Cache):
     layers: list[TreeSlots]
     ancestors: Tensor  # (B, K, t), the slots on each beam's path
     length: int = 0
-    count: int = 0  # slots so far
+    count: int = 0  # number of slots so far
     masks: CaptionMasks | None = None  # dropout masks that the teacher-forced pass uses, too
 
     def advance(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, check_beams, search
 
 Words = tuple[int, ...]
-Constraint = Sequence[Words]  # the alternatives
+Constraint = Sequence[Words]  # its alternatives
 
 MAX_STATES = 256  # as many as eight constraints of single words need; each state has its own beams
 
@@ -127,7 +127,7 @@ def constrained_beam_search(
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length, rules)
-    # for the states that a smaller automaton does not have, the number is -1
+    # a state that a smaller automaton does not have counts as -1 constraints, which is below every real state
     satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
     num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
     # captions beyond the required number rank by their score alone; a beam with score -inf is no caption
@@ -175,7 +175,7 @@ class ConstrainedBeams(Beams):
         for state in range(rows // self.beam_size):
             candidates = sums.masked_fill(target != state, -torch.inf).flatten(1)
             value, index = candidates.topk(min(self.beam_size, candidates.shape[1]), -1)
-            missing = self.beam_size - value.shape[1]  # above 0 when there are fewer candidates than beams
+            missing = self.beam_size - value.shape[1]  # above 0 if there are fewer candidates than beams
             best.append(F.pad(value, (0, missing), value=-torch.inf))
             indices.append(F.pad(index, (0, missing)))
         self.scores, chosen = torch.cat(best, 1), torch.cat(indices, 1)

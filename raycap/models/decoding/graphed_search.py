@@ -28,7 +28,7 @@ from raycap.models.decoding.search import (
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 4  # few, because each graph keeps the memory of a search
-Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]  # names and shapes of the tensors of memories
+Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]  # name, shape and dtype of each tensor in the memories
 
 
 @dataclass(frozen=True)

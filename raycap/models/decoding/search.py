@@ -464,7 +464,7 @@ class Beams:
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
-        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is a candidate once, with its sum
+        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate, whose sum does not change
         words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
         sums, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
         return chosen // offered, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums

@@ -41,7 +41,7 @@ _SIZES = {
     "maxxvit": {"embed_dim": "embed_dim", "depths": "depths"},
     "resnet": {"embed_dim": "channels", "depths": "layers"},
 }
-NUM_STAGES = 4  # of the models with stages whose sizes can be replaced
+NUM_STAGES = 4  # all models with stages whose sizes can be replaced have four
 _DOUBLING = ("convnext", "maxxvit", "resnet")  # modules whose constructors take one width for each stage
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn")  # names of timm's functions that convert a family's checkpoints
 _SLOT = re.compile(r"drop_path\d?")  # names of the attributes with a block's stochastic depth
@@ -59,7 +59,7 @@ class Layout:
     num_prefix: int  # the number of class and register tokens before those of the grid
     grid: tuple[int, int]
     width: int
-    norm: str  # the name of a final norm that the model applies after pooling; "" if the features are normalized
+    norm: str  # the name of the final norm, if the model applies it only after pooling; "" if features are normalized
     unused: tuple[str, ...]  # the names of modules with weights that features do not need: pooling and classification
 
 
@@ -246,7 +246,7 @@ def find_layout(config: BackboneConfig) -> Layout:
             module.register_forward_hook(lambda *_, name=name: called.add(name))
         try:
             features = network.forward_features(torch.empty(1, 3, size, size))
-        except Exception as error:  # models refuse sizes by many kinds of errors
+        except Exception as error:  # any error, because models refuse sizes by errors of many kinds
             raise ValueError(
                 f"backbone.image_size is {size}, at which {config.name} gives no features ({reason_of(error)}); choose "
                 "another size, such as that in the model's name"
@@ -280,7 +280,7 @@ def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[F
         return "channels first", 0, (features.shape[2], features.shape[3]), features.shape[1]
     count = features.shape[1]
     num_prefix = getattr(network, "num_prefix_tokens", None)
-    if num_prefix is None:  # timm's older models do not count their class token
+    if num_prefix is None:  # old models of timm do not say whether they have a class token; a square grid shows it
         num_prefix = int(math.isqrt(count) ** 2 != count)
     side = math.isqrt(count - num_prefix)
     if side < 2 or side * side != count - num_prefix:
@@ -329,7 +329,7 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
     if unknown := sorted(given.keys() - arguments.keys()):
         takes = f"it takes {', '.join(arguments)}" if arguments else "its sizes are fixed"
         raise ValueError(f"backbone.{unknown[0]} does not apply to {config.name}: {takes}; leave it out")
-    # another window size is allowed, because timm resizes the pretrained position tables to it
+    # only the window size may differ from pretrained weights, because timm resizes their position tables to it
     incompatible = sorted(given.keys() - {"window_size"})
     if pretrained and incompatible:
         raise ValueError(
@@ -354,7 +354,7 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
     """Creates timm's model for a configuration, with random weights unless `pretrained`. Raises as `Backbone` does."""
     arguments = _overrides(config, pretrained)
     known = timm.get_pretrained_cfg(config.name)
-    if known is not None and known.fixed_input_size:  # other models take images of any size
+    if known is not None and known.fixed_input_size:  # only these models must know the size of the images
         arguments["img_size"] = config.image_size
     try:
         return timm.create_model(config.name, pretrained=pretrained, num_classes=num_classes, **arguments)
@@ -363,7 +363,7 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
             raise ValueError(
                 f"{config.name} cannot be made at {config.image_size} px with these sizes ({reason_of(error)})"
             ) from error
-        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses the settings
+        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # by which timm refuses settings
             raise
         # any other error counts as a failed download, because libraries for downloads have error types of their own
         reason = " ".join(str(error).split())
@@ -416,7 +416,7 @@ def prepare_to_compile(backbone: Backbone) -> None:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets the stochastic depth of all backbones in `module`. It grows evenly from 0 in the first block to `rate`.
+    """Sets the stochastic depth of all backbones in `module`, evenly from 0 in the first block to `rate` in the last.
 
     Raises ValueError for a rate above 0 if a backbone has no stochastic depth.
     """
@@ -441,7 +441,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
         network = _create(config, pretrained=False)
     try:
         state = _converted(tensors, network)
-    except Exception as error:  # for a checkpoint that does not fit, timm's functions raise errors of any kind
+    except Exception as error:  # any error, because timm's functions raise many kinds for checkpoints that do not fit
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
     classifiers = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
     classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers

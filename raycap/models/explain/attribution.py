@@ -69,7 +69,7 @@ class Attribution:
     """How much each image token adds to the log-probability of each word."""
 
     values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
-    change: Tensor  # (W,), log p at the features minus log p at the baseline
+    change: Tensor  # (W,), log p at the features minus log p at all-zero features
 
     @property
     def gap(self) -> Tensor:
