@@ -76,7 +76,7 @@ class Cache(ABC):
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
-        """Keeps only the images with the indices `index` (int64). The captions of the other images are finished."""
+        """Keeps only the images with the indices `index` (int64), because the captions of the others are finished."""
 
 
 class CaptionModel(nn.Module, ABC):
@@ -116,7 +116,7 @@ class CaptionModel(nn.Module, ABC):
         return self.decode(self.encode(features), tokens)
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
-        """Returns the multiply-accumulates of one image and one caption as the paper counts them, or None."""
+        """Returns the paper's count of multiply-accumulates for one image and one caption, or None if it has none."""
         return None
 
     @abstractmethod

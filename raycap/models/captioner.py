@@ -137,7 +137,7 @@ def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneCo
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a model without its backbone: multiply-accumulates per image, and the number of parameters."""
+    """The cost of a model without its backbone: multiply-accumulates of products per image, and parameters."""
 
     paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`), or None for other systems
     executed: float  # what this code computes for one caption in teacher forcing

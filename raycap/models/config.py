@@ -34,8 +34,8 @@ MAX_TEXT = 1024  # bytes, the limit of S3 for a key
 class Before:
     """A mark on a type: pydantic calls `function` with a value, and then checks the type of the result strictly.
 
-    A strict check refuses a boolean as a number, and a fraction as a whole number. The name of the method below is
-    given by pydantic, which looks for it.
+    A strict check refuses a boolean as a number, and a fraction as a whole number. pydantic finds the method of this
+    class by its name.
     """
 
     function: Callable[[object], object]
@@ -294,7 +294,7 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that follow from the data, and special tokens' ids. Raises ValueError for an id outside the words."""
+    """The sizes that follow from the data, and special tokens' ids. Raises ValueError if the vocabulary lacks an id."""
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
 

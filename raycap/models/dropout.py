@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 class _Masked(torch.autograd.Function):
-    """Computes x * mask * scale, and keeps only the mask, which has bytes, for the gradient."""
+    """Computes x * mask * scale, and keeps only the mask, whose elements are bytes, for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -66,7 +66,7 @@ def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Applies dropout. On the CPU the mask comes from random bytes, eight times faster than torch's Bernoulli numbers.
+    """Applies dropout. On a CPU, masks come from random bytes, about eight times faster than Bernoulli numbers.
 
     With bytes, p is rounded to a multiple of 1/256, at least 1/256 (0.3 becomes 77/256 = 0.3008, 0.1 becomes 26/256).
     The remaining elements are scaled by the rounded probability, so that the expectation is exact. The mask is saved
@@ -188,7 +188,7 @@ class CaptionMasks:
             parts = mask[self.position, past], mask[past, self.position]
             return torch.stack([part[:, self.rows] for part in parts]).transpose(1, 2)
         tokens = torch.arange(self.sources.shape[1], device=mask.device)
-        later = torch.maximum(tokens[:, None], tokens)  # a pair is first computed in the step of its later token
+        later = torch.maximum(tokens[:, None], tokens)  # decides the row, as in the step that computes the pair first
         return mask[tokens[:, None], tokens, self.sources[:, later]]
 
     def _get_or_draw(self, expected: tuple[int, ...], p: float) -> Tensor:
@@ -213,7 +213,7 @@ class PrefixMasks(CaptionMasks):
         return self._of_prefixes(1, shape, p)
 
     def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
-        """Does the same for pairs of tokens: (R*T, T + 1, T + 1, *shape) or (R, t + 1, t + 1, *shape)."""
+        """Does what `of_tokens` does for pairs of tokens: (R*T, T + 1, T + 1, *shape) or (R, t + 1, t + 1, *shape)."""
         return self._of_prefixes(2, shape, p)
 
     def _of_prefixes(self, dims: int, shape: tuple[int, ...], p: float) -> Tensor:

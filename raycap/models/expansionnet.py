@@ -62,7 +62,7 @@ Dims = int | tuple[int, ...]
 
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Joins both streams by equation 8, all (..., D). As in the reference, the gate weighs the positive stream."""
+    """Joins two streams (..., D) by equation 8. As in the reference, the gate is the weight of the positive stream."""
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
@@ -101,7 +101,7 @@ class Expansion(nn.Module):
 
 
 class StaticExpansion(Expansion):
-    """Block static expansion (paper III-A4) over the groups G, which is bidirectional."""
+    """Bidirectional block static expansion (paper III-A4) over the groups G of expanded vectors."""
 
     def __init__(self, d_model: int, groups: tuple[int, ...], dropout: float, factorized_dropout: bool) -> None:
         super().__init__(d_model, sum(groups), projections=4, dropout=dropout, factorized_dropout=factorized_dropout)
@@ -131,7 +131,7 @@ class DynamicExpansion(Expansion):
 
     c_s is the condition of token s, k_t is the key of token t, and e_n and b_n are rows of E_Q and E_B. Queries are
     c_s + e_n, so that M[(s, n), t] = c_s k_t + e_n k_t is an (L, L) product plus an (N_E, L) product, by broadcasting.
-    For the same reason the biases c_s + b_n contribute (R summed over n) C + (R summed over s) E_B.
+    In the same way, the biases c_s + b_n contribute (R summed over n) C + (R summed over s) E_B.
     """
 
     def __init__(self, d_model: int, vectors: int, causal: bool, dropout: float, factorized_dropout: bool) -> None:
@@ -412,7 +412,7 @@ class ExpansionNet(EncoderDecoder):
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
         """See `CaptionModel.paper_macs`. Table VI counts a teacher-forced pass in the long form.
 
-        For attention, the table counts three projections.
+        Attention counts with three projections.
         """
         config, n, t = self.config, image_tokens, caption_tokens
         d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size

@@ -54,7 +54,7 @@ class FeedForward(nn.Module):
 
 
 def padding_bias(valid_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns the bias (B, 1, 1, N) of attention scores: 0 at valid tokens, -1e4 at padding.
+    """Returns the bias (B, 1, 1, N) to add to attention scores: 0 at valid tokens, -1e4 at padding.
 
     valid_mask: (B, N), True at valid tokens. If it is None, the result is None.
     """

@@ -166,7 +166,7 @@ class StepGraph(nn.Module):
         return log_probs.unflatten(0, tuple(tokens.shape)), new
 
     def _with_clusters(self, cache: TreeCache, cached: Mapping[str, Tensor]) -> TreeCache:
-        """Returns the cache of a step. For Ada-ClustFormer, it gets the sums and rows of C that are in `cached`."""
+        """Returns the cache of a step. For Ada-ClustFormer, the cache also has the sums and rows of C in `cached`."""
         if not isinstance(self.model, ClustFormer) or isinstance(self.model, MaskTokenClustFormer):
             return cache
         key = cache.cross[0][0]

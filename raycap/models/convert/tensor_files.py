@@ -44,7 +44,7 @@ def check_file(path: Path, module: nn.Module) -> None:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
-        # only the header is read, and as NumPy's, because for torch the whole file would be mapped as private memory
+        # only the header is read; with "pt" instead of "numpy", the whole file would be mapped as private memory
         with safe_open(path, "numpy") as content:
             parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - it is no dictionary
         state = {}
@@ -119,7 +119,7 @@ def _require_memory(path: Path) -> None:
 
 @contextmanager
 def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Within the context, this process can map at most `num_bytes` more, else MemoryError is raised. Only on Linux."""
+    """Lets this process map at most `num_bytes` more in the context, on Linux. Mapping more raises MemoryError."""
     status = Path("/proc/self/statm")
     if not status.exists():
         yield
@@ -164,7 +164,7 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
-    """Raises ValueError unless `state` has the names, shapes and kinds of numbers of `module`. what: for messages."""
+    """Raises ValueError unless `state` has the names, shapes and number kinds of `module`. what: its name in errors."""
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:

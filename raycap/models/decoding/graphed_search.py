@@ -42,7 +42,7 @@ class SearchGraph:
 
 @dataclass
 class GraphedSearch:
-    """`beam_search` that captures a search at the second batch of a shape and replays it for later batches.
+    """Does what `beam_search` does, but captures the search at a shape's second batch and replays it for later batches.
 
     The first batch of a shape is searched without a graph. Batches of new shapes have no graph, either, once there are
     `max_graphs` graphs or a capture has failed. Weights may change in place. Autocast must be the same at each call.

@@ -194,7 +194,7 @@ class Decoder:
     def drop_finished(self, finished: Tensor) -> Tensor | None:
         """Drops the images where `finished` (B,) is True, if they are at least half of all images.
 
-        Fewer finished images stay, because dropping copies data, and further steps do not change their captions. Only
+        If fewer are finished, they stay, because dropping copies data. Further steps do not change their captions. Only
         every `check_every`-th step checks. Returns the indices of the remaining images, or None if none was dropped.
         """
         if self.keeps_images or self.caches[0].length % self.check_every:
@@ -216,7 +216,7 @@ def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
 
 @torch.no_grad()
 def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
-    """Decodes the most probable token at each step, one caption per image. `max_length` counts SOS and EOS."""
+    """Decodes the most probable token at each step: captions (B, 1, T). `max_length` counts SOS and EOS."""
     decoder = Decoder(models, memories, 1, max_length)
     return _roll_out(decoder, max_length, lambda log_probs, rows, tokens: log_probs.argmax(-1))
 
@@ -342,8 +342,8 @@ def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Returns the `count` greatest log-probabilities of each row (R, V), greatest first, and their words.
 
     Both are (R, count). The vocabulary is arranged in columns of `COLUMN_WORDS` words, and only the columns with the
-    greatest maxima are searched. On a CPU, torch.topk over all words would take twice as long. Among equally probable
-    words, it may choose others.
+    greatest maxima are searched. On a CPU, torch.topk over all words would take twice as long, and could choose other
+    words among equally probable ones.
     """
     words = log_probs.shape[-1]
     columns = words // COLUMN_WORDS

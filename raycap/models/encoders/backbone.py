@@ -163,7 +163,7 @@ class Backbone(nn.Module):
         return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Makes backward passes compute activations again to save memory, or not. Does nothing if the model cannot."""
+        """Turns gradient checkpointing, which saves memory in backward passes, on or off, if the model supports it."""
         if self._can_checkpoint:
             self.network.set_grad_checkpointing(enabled)
 
@@ -322,7 +322,7 @@ def _family(config: BackboneConfig) -> str:
 
 
 def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
-    """Returns the constructor's arguments for sizes that replace the model's own. Raises ValueError if they cannot."""
+    """Returns the constructor's arguments for the given sizes. Raises ValueError for sizes that the model lacks."""
     family = _family(config)
     given = {key: getattr(config, key) for key in SIZE_KEYS if getattr(config, key) is not None}
     arguments = _SIZES.get(family, {})
@@ -363,7 +363,7 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
             raise ValueError(
                 f"{config.name} cannot be made at {config.image_size} px with these sizes ({reason_of(error)})"
             ) from error
-        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # by which timm refuses settings
+        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses settings
             raise
         # any other error counts as a failed download, because libraries for downloads have error types of their own
         reason = " ".join(str(error).split())
@@ -390,7 +390,7 @@ def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TensorDropPath(nn.Module):
-    """Stochastic depth with its rate in a tensor, because torch would compile a block again for each new number."""
+    """Stochastic depth with its rate in a tensor, because torch would compile a block again for each new rate."""
 
     keep: Tensor
 

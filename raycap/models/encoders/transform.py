@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # the names of Pillow's
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # as Pillow names its filters
 MAX_ENLARGEMENT = 2.0  # the largest ratio of the scaled side to the cropped side; timm's models have at most 1 / 0.875
 # Images are scaled and then cropped. If an image's sides differ by a larger factor, only its middle is scaled, because
 # the whole scaled image could take gigabytes.
