@@ -125,10 +125,7 @@ class LevelAttention(CrossAttention):
 
 
 class MeshedAttention(nn.Module):
-    """Equations 6 to 8 over the levels that a layer attends to, with AddNorm at each level.
-
-    Only "meshed" connections have gates.
-    """
+    """Equations 6 to 8 over the levels of a layer, with AddNorm at each level, and gates for "meshed"."""
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()

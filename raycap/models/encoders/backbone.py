@@ -354,7 +354,7 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
     """Creates timm's model for a configuration, with random weights unless `pretrained`. Raises as `Backbone` does."""
     arguments = _overrides(config, pretrained)
     known = timm.get_pretrained_cfg(config.name)
-    if known is not None and known.fixed_input_size:  # only these models must know the size of the images
+    if known is not None and known.fixed_input_size:  # only these models need the size of the images
         arguments["img_size"] = config.image_size
     try:
         return timm.create_model(config.name, pretrained=pretrained, num_classes=num_classes, **arguments)
