@@ -91,7 +91,7 @@ def attend(
     bias: added to the scores (B, H, Q, N) with broadcasting. dropout: applied to the weights (B, H, Q, N).
 
     In a decoding step on a CPU, the two products are written out, because torch's fused kernel is slower for few
-    queries. The memory layout of the keys (`cached_for_steps`) shows that this is such a step.
+    queries. The keys' memory layout (`cached_for_steps`) marks such a step. Dropout needs the written-out weights, too.
     """
     query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
     if dropout is None and (query.device.type != "cpu" or not key.mT.is_contiguous()):
