@@ -1,4 +1,4 @@
-"""The interface of captioning models, through which other code trains, decodes and stores them.
+"""The interface through which other code trains, decodes and stores captioning models.
 
 Shapes in this package: B images, N image tokens, C feature width, D model width, K captions (or beams) per image,
 T caption tokens, V vocabulary, E expanded vectors, H heads.
@@ -22,23 +22,23 @@ from raycap.models.config import ModelConfig, ModelSizes
 class Features:
     """A captioner's input for B images."""
 
-    tokens: Tensor  # features (B, N, C); for a captioner with a backbone also normalized pixels (B, 3, H, W)
-    lengths: Tensor | None = None  # the number (B,) of each image's valid tokens; None if all N are valid
-    boxes: Tensor | None = None  # corners x0 y0 x1 y1 of regions, (B, N, 4); only some models need them
+    tokens: Tensor  # features (B, N, C), or normalized pixels (B, 3, H, W) if the captioner has a backbone
+    lengths: Tensor | None = None  # (B,), the number of valid tokens of each image; None if all N are valid
+    boxes: Tensor | None = None  # (B, N, 4), corners x0 y0 x1 y1 of regions, for the models that need them
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     def select(self, rows: Tensor) -> Features:
-        """The features of the images with the indices `rows` (int64, in any number and order)."""
+        """Returns the features of the images with the indices `rows` (int64, in any order, also repeated)."""
         return map_tensors(self, lambda tensor: tensor.index_select(0, rows))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The encoder's output for the decoder, with the lengths and boxes of `Features`."""
+    """The encoder's output, which the decoder reads, with the lengths and boxes of `Features`."""
 
-    states: Tensor  # (B, N, D), or (B, levels, N, D) where the decoder attends to every encoder level
+    states: Tensor  # (B, N, D), or (B, levels, N, D) if the decoder attends to several encoder levels
     lengths: Tensor | None = None
     boxes: Tensor | None = None
 
@@ -47,7 +47,7 @@ class Memory:
         return self.states.shape[0]
 
     def select(self, index: Tensor) -> Memory:
-        """The memory of the images with the indices `index` (int64, in any number and order)."""
+        """Returns the memory of the images with the indices `index` (int64, in any order, also repeated)."""
         return map_tensors(self, lambda tensor: tensor.index_select(0, index))
 
 
@@ -55,32 +55,32 @@ Tensors = TypeVar("Tensors", Features, Memory)
 
 
 def map_tensors(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
-    """The same dataclass with every tensor changed; fields that are None stay None."""
+    """Returns a copy of the dataclass with `change` applied to every tensor. Fields that are None stay None."""
     return replace(tensors, **{name: change(tensor) for name, tensor in vars(tensors).items() if tensor is not None})
 
 
 class Cache(ABC):
     """The decoder's state between steps for B images with K beams each. Row b*K+k is beam k of image b."""
 
-    length: int  # tokens consumed so far
+    length: int  # number of tokens that each beam has read
     images: int
     beams: int
 
     @abstractmethod
     def expand_beams(self, beams: int) -> Cache:
-        """Replaces the single beam of each image by `beams` copies in this cache. ValueError for more than one beam."""
+        """Replaces each image's only beam by `beams` copies, in place. Raises ValueError if it has several beams."""
 
     @abstractmethod
     def select(self, index: Tensor) -> Cache:
-        """Lets row r of this cache continue the former row index[r] of the same image. index is (B*K,) int64."""
+        """Makes row r continue the beam that was in row index[r], of the same image. index: (B*K,) int64."""
 
     @abstractmethod
     def keep_images(self, index: Tensor) -> Cache:
-        """Drops all images whose indices are not in `index` (int64), because their captions are finished."""
+        """Keeps only the images with the indices `index` (int64), because the captions of the others are finished."""
 
 
 class CaptionModel(nn.Module, ABC):
-    """A captioner that reads features. Devices and dtypes are those of the tensors; callers decide about autocast."""
+    """A captioner that reads features. The weights and inputs decide the dtype, and callers decide about autocast."""
 
     def __init__(self, config: ModelConfig, sizes: ModelSizes) -> None:
         super().__init__()
@@ -88,46 +88,51 @@ class CaptionModel(nn.Module, ABC):
 
     @abstractmethod
     def init_weights(self) -> None:
-        """Draws the weights anew, as the system's reference or paper draws them (torch's default generator)."""
+        """Draws the weights anew with torch's default generator, as the system's reference or paper does."""
 
     @abstractmethod
     def encode(self, features: Features) -> Memory:
-        """Encodes features (B, N, C). Raises ValueError for another feature width, and for boxes that are missing."""
+        """Encodes features (B, N, C). Raises ValueError if their width is wrong, or if boxes are needed and missing."""
 
     @abstractmethod
     def decode(self, memory: Memory, tokens: Tensor) -> Tensor:
-        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T) with SOS; row b*K+k is caption k of image b.
+        """Returns teacher-forced logits (B*K, T, V) for tokens (B*K, T), which begin with SOS.
 
-        Position t depends on the tokens up to t. PAD may occur only after a caption's end; logits there mean nothing.
-        Raises ValueError for a caption longer than the positional table.
+        Row b*K+k is caption k of image b. The logits at position t depend on the tokens up to t. PAD may occur only
+        after a caption's end, and the logits at PAD have no meaning. Raises ValueError for a caption longer than the
+        positional table.
         """
 
     def predicting(self, values: Tensor) -> Tensor:
-        """Selects from the values (rows, positions, ...) at a decoder layer's input those that predict a word.
+        """Selects the positions that predict a word: (rows, positions, ...) -> (B*K, T, ...).
 
-        The result is (B*K, T, ...). Most decoders predict a word at every position.
+        values: one for each position in a decoder layer. Most decoders predict a word at every position, so the values
+        are returned as they are.
         """
         return values
 
     def forward(self, features: Features, tokens: Tensor) -> Tensor:
-        """`decode(encode(features), tokens)`: each image is encoded once for all of its captions."""
+        """Returns `decode(encode(features), tokens)`. Each image is encoded once for all of its captions."""
         return self.decode(self.encode(features), tokens)
 
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float | None:
-        """Multiply-accumulates of an image and one caption as the paper counts them. None if the paper has no count."""
+        """Returns the paper's count of multiply-accumulates for one image and one caption, or None if it has none."""
         return None
 
     @abstractmethod
     def init_cache(self, memory: Memory, beams: int) -> Cache:
-        """An empty cache for `beams` rows per image."""
+        """Returns an empty cache with `beams` rows per image."""
 
     @abstractmethod
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        """Logits (B*K, V) after one more token (B*K,) per row, and the cache with it. Logits have no gradient."""
+        """Reads one token (B*K,) per row. Returns the logits (B*K, V) of the next word, and the cache with the token.
+
+        The logits have no gradient.
+        """
 
 
 def check_positions(length: int, max_positions: int) -> None:
-    """Raises ValueError for a caption longer than the positional table."""
+    """Raises ValueError if a caption of `length` input tokens is longer than the positional table."""
     if length > max_positions:
         raise ValueError(
             f"a caption of {length} input tokens is longer than the positional table of {max_positions} rows; "
@@ -137,7 +142,7 @@ def check_positions(length: int, max_positions: int) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the context the model is in evaluation mode. Afterwards it has its former mode again."""
+    """Puts the model into evaluation mode within the context, and back into its former mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -148,7 +153,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """Within the context, each of `modules` calls `hook` with itself and its inputs before it runs."""
+    """Within the context, calls `hook` with each of `modules` and its inputs before the module runs."""
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         yield
@@ -158,7 +163,7 @@ def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None
 
 
 def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
-    """A mask (B, N) that is True where an image token is valid (not padding); None when all tokens are valid."""
+    """Returns a mask (B, N) that is True at valid image tokens and False at padding, or None without `lengths`."""
     if lengths is None:
         return None
     return torch.arange(count, device=lengths.device) < lengths[:, None]

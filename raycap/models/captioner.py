@@ -1,4 +1,4 @@
-"""Captioners: a model by its name, with a backbone if it reads images, and what it costs."""
+"""Builds captioners, which are a model and, if they read images, a backbone. Counts what a model costs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raycap.models.expansionnet import ExpansionNet, Transformer
 from raycap.models.layers import Layer
 from raycap.models.meshed_memory import MeshedMemoryTransformer
 
-MAX_FORMS = 64  # the most forms in which torch compiles one layer
+MAX_FORMS = 64  # the largest number of versions of one layer that torch compiles
 
 
 class Captioner(nn.Module):
-    """Reads normalized images (B, 3, H, W), for which it needs a backbone, or stored features (B, N, C)."""
+    """A captioner of stored features (B, N, C), or with a backbone also of normalized images (B, 3, H, W)."""
 
     def __init__(self, model: CaptionModel, backbone: Backbone | None = None) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class Captioner(nn.Module):
         self.backbone = backbone
 
     def without_backbone(self) -> Captioner:
-        """The captioner of stored features."""
+        """Returns a captioner with the same model that reads only stored features."""
         return Captioner(self.model)
 
     def features(self, inputs: Features) -> Features:
-        """The backbone's features of pixels, or stored features as they are.
+        """Replaces pixels by the backbone's features, and returns stored features as they are.
 
         Raises ValueError for pixels if there is no backbone.
         """
@@ -50,11 +50,10 @@ class Captioner(nn.Module):
         return replace(inputs, tokens=self.backbone(inputs.tokens))
 
     def frozen_by(self, patterns: Sequence[str]) -> list[nn.Parameter]:
-        """The parameters that match one of the patterns.
+        """Returns the parameters whose names match one of the patterns.
 
-        A pattern is the name of a parameter or module, with `*` and `?` for any text. A module's name includes all
-        parameters in it. Raises ValueError for a pattern that matches nothing, and if the patterns match all that can
-        be trained.
+        A pattern is the name of a parameter or module, with `*` and `?` as in file names. A module's name matches all
+        parameters in it. Raises ValueError for a pattern that matches nothing, and if no trainable parameter remains.
         """
         parameters = dict(self.named_parameters())
         frozen: dict[str, nn.Parameter] = {}
@@ -74,11 +73,11 @@ class Captioner(nn.Module):
         return list(frozen.values())
 
     def compile_layers(self) -> None:
-        """Compiles every layer of the model and every block of the backbone in place, at their first use."""
-        # The layers are compiled one by one. Workers would exchange the gradients of a captioner that was compiled as a
-        # whole only after its backward pass. All blocks of a backbone are one piece of code, of which torch compiles a
-        # form for each shape, mask and drop path, in training and in evaluation. By default it compiles 8 forms, and
-        # runs the others as they are.
+        """Makes torch compile every layer of the model and every block of the backbone at its first use, in place."""
+        # The layers are compiled one by one, because workers would exchange the gradients of a captioner that is
+        # compiled as a whole only after its backward pass. All blocks of a backbone are the same code, of which torch
+        # compiles a version for each shape, mask and drop path, in training and in evaluation. The limit is raised,
+        # because by default torch compiles 8 versions and leaves all others uncompiled.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
         for layer in self.model.modules():
             if isinstance(layer, Layer):
@@ -86,21 +85,24 @@ class Captioner(nn.Module):
         if self.backbone is not None:
             prepare_to_compile(self.backbone)
             for block in self.backbone.blocks:
-                # Sizes differ between a backbone's stages. With dynamic sizes torch takes a minute for each form of a
-                # Swin block, and fails at some.
+                # The stages of a backbone differ in size, but with dynamic sizes torch takes a minute for each version
+                # of a Swin block, and fails at some.
                 block.compile(dynamic=False)
 
     def encode(self, inputs: Features) -> Memory:
         return self.model.encode(self.features(inputs))
 
     def forward(self, inputs: Features, decoding: Tensor | Callable[[Memory], Any]) -> Any:
-        """Teacher-forced logits (B*K, T, V) for tokens (B*K, T), or the result of a function of the memory."""
+        """Returns teacher-forced logits (B*K, T, V), or the result of a function.
+
+        decoding: tokens (B*K, T) for teacher forcing, or a function that gets the encoder's output.
+        """
         # both cases are in this method, because data-parallel training exchanges only gradients that pass through it
         memory = self.encode(inputs)
         return decoding(memory) if callable(decoding) else self.model.decode(memory, decoding)
 
 
-# the sizes for which ExpansionNet v2's Table VI counts
+# the sizes for which ExpansionNet v2's Table VI counts multiply-accumulates
 TABLE_6_IMAGES = 5000
 TABLE_6_IMAGE_TOKENS = 144
 TABLE_6_CAPTION_TOKENS = 12.5
@@ -120,31 +122,31 @@ MODELS: dict[str, Callable[..., CaptionModel]] = {
 
 
 def build_model(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
-    """A model whose weights are drawn as its reference draws them. Raises ValueError for sizes that do not fit."""
+    """Builds a model and draws its weights as its reference does. Raises ValueError for sizes that do not fit."""
     model = MODELS[config.name](config, sizes)
     model.init_weights()
     return model
 
 
 def build_captioner(config: ModelConfig, sizes: ModelSizes, backbone: BackboneConfig | None) -> Captioner:
-    """A captioner with random weights. The weights that the backbone's configuration names are not loaded."""
-    # the backbone is made first, because with a seed the random weights depend on the order
+    """Builds a captioner with random weights. Weights that the backbone's configuration names are not loaded."""
+    # the backbone always comes first, because with a seed the random weights depend on the order
     built = None if backbone is None else Backbone(backbone, with_weights=False)
     return Captioner(build_model(config, sizes), built)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a model without the backbone: multiply-accumulates of products per image, and parameters."""
+    """The cost of a model without its backbone: multiply-accumulates of products per image, and parameters."""
 
-    paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`); None for other systems
+    paper: float | None  # as ExpansionNet v2's Table VI counts (`ExpansionNet.paper_macs`), or None for other systems
     executed: float  # what this code computes for one caption in teacher forcing
     beam_search: float  # what this code computes in a beam search
     parameters: int
 
 
 def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
-    """The model without memory for its weights, to count them or to check the settings."""
+    """Builds a model without memory for its weights, which is enough to count them or to check the settings."""
     with torch.device("meta"):
         return build_model(config, sizes)
 
@@ -152,9 +154,9 @@ def model_on_meta(config: ModelConfig, sizes: ModelSizes) -> CaptionModel:
 def cost(
     config: ModelConfig, sizes: ModelSizes, *, image_tokens: int, caption_tokens: float, beams: int = 5, steps: int = 19
 ) -> Cost:
-    """The cost of teacher forcing over `caption_tokens` tokens, and of a search of `steps` steps.
+    """Counts the cost of teacher forcing over `caption_tokens` tokens, and of a beam search of `steps` steps.
 
-    A caption of 20 tokens takes 19 steps.
+    By default, the search is for captions of 20 tokens, which take 19 steps because SOS is given.
     """
     parameters = sum(parameter.numel() for parameter in model_on_meta(config, sizes).parameters())
     shorter, longer = math.floor(caption_tokens), math.ceil(caption_tokens)
@@ -182,8 +184,8 @@ def cost(
 
 
 def _macs(run: Callable[[], object]) -> float:
-    """Multiply-accumulates of the products in `run`."""
-    in_place = {torch.ops.aten.baddbmm_: lambda _, a, b, **options: 2 * math.prod(a) * b[2]}  # torch does not count it
+    """Counts the multiply-accumulates of the products in `run`."""
+    in_place = {torch.ops.aten.baddbmm_: lambda _, a, b, **options: 2 * math.prod(a) * b[2]}  # torch counts it as 0
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         run()
     return counter.get_total_flops() / 2

@@ -3,21 +3,21 @@
 Shapes: B images (or sequences), N tokens, K captions per image, R = B*K rows, T caption tokens, D width, H heads (or
 rows of a grid with W columns, where token n = row * W + column). C is the clustering matrix.
 
-Each layer multiplies its self-attention weights by its clustering matrix, which all heads share. The matrix is stacked
-on those of the layers below (equation 6), separately in encoder and decoder. Cross-attention has no such matrix. C
-between words j <= t depends on the words j to t only. A step of the causal decoder therefore needs one prefix sum and
-one row of C per layer.
+Each layer multiplies its self-attention weights by its clustering matrix C, which all heads share. Equation 6 stacks C
+on the matrices of the layers below, separately in encoder and decoder. Cross-attention has no such matrix. Between
+words j <= t, C depends on the words j to t only. A step of the causal decoder therefore needs one prefix sum and one
+row of C per layer.
 
 C is computed without a loop over positions (equations 3 to 8). P(s_k | s_i .. s_{k-1}) is sigmoid(z[i,k]), where z[i,k]
-= FC([s_k; mean of s_i .. s_{k-1}]) for i < k (equation 4; the mean does not include s_k). FC is linear, so that it can
-be applied before the mean. With u = S w_a, v = S w_m, the prefix sums V of v, and the bias b, this is
+= FC([s_k; mean of s_i .. s_{k-1}]) for i < k (equation 4; the mean does not include s_k). FC is linear, so that its
+weights w_a and w_m can be applied before the mean. With u = S w_a, v = S w_m, prefix sums V of v, and bias b, this is
 
     z[i,k] = u[k] + (V[k] - V[i]) / (k - i) + b
 
 C[i,j] is the product of P over k = i + 1 .. j (equations 3 and 5), computed as a cumulative sum of logarithms. C is
 symmetric, with diagonal 1. On a grid (equation 8) two FC layers give matrices along rows, Ch, and along columns, Cv.
-Take the smallest box of cells that contains the cells a and b. C[a,b] is the product of Ch along the box's top row and
-Cv along its left column. C is therefore symmetric.
+Take the smallest box of cells that contains the cells a and b: C[a,b] is the product of Ch along the box's top row and
+Cv along its left column. C is therefore symmetric on a grid, too.
 
 Choices where the paper leaves something open:
 
@@ -28,13 +28,13 @@ Choices where the paper leaves something open:
   of an odd length is smaller. The decoder has no sampling, because the mean of a group would contain a later word.
 - C multiplies the weights after the softmax, as in Tree Transformer, which the paper cites. The paper prints softmax(A
   * C), where A is a softmax already. A second softmax would give weights within a factor e of uniform, so there is
-  none. The weights of a token then add up to less than 1, which residual and norm absorb.
-- The scale is sqrt(D / H).
-- Pre-norm is the default, because the recipe has no warm-up; "post" is equation 1.
+  none. The weights of a token then add up to less than 1, which the residual connection and the norm compensate.
+- The scores of attention are divided by sqrt(D / H).
+- Pre-norm is the default, because the recipe has no warm-up. "post" follows equation 1.
 - C is computed from the same normalized input as the queries.
 - Image tokens have no positions other than those in C; words have sinusoids.
-- The decoder is causal. That of the published code, which is not, is a setting (`MaskTokenClustFormer`).
-- The paper does not give the width and the heads: they are 512 and 8. Its Figure 5 suggests six layers on each side.
+- The decoder is causal by default. The published code's decoder is not; it is a setting (`MaskTokenClustFormer`).
+- The paper gives neither width nor heads; 512 and 8 are used. Its Figure 5 suggests six layers on each side.
 """
 
 from __future__ import annotations
@@ -68,28 +68,28 @@ from raycap.models.layers import (
     token_embedding,
 )
 
-State = tuple[Tensor, ...]  # what a layer passes to the next layer for equation 6; empty before the first layer
+State = tuple[Tensor, ...]  # what equation 6 needs of the layers below, or () in the first layer
 
 
 def conditional_scores(scalar: Tensor, context: Tensor, bias: Tensor) -> Tensor:
-    """z (..., N, N) from u = `scalar` (..., N), v = `context` (..., N) and b = `bias`; 0 unless row i < column k."""
+    """Computes z (..., N, N) from u = `scalar`, v = `context` (..., N each) and b = `bias`. If i >= k, z[i,k] is 0."""
     count = scalar.shape[-1]
     positions = torch.arange(count, device=scalar.device)
     distance = positions - positions[:, None]
     sums = F.pad(context.cumsum(-1)[..., :-1], (1, 0))  # V[0] .. V[N-1]
     z = scalar[..., None, :] + (sums[..., None, :] - sums[..., :, None]) / distance.clamp_min(1) + bias
-    # the undefined entries become 0 before the sigmoid, so that they cause no gradient and no overflow
+    # entries with i >= k are not defined; they become 0 before the sigmoid, so that they cause no gradient or overflow
     return torch.where(distance > 0, z, 0.0)
 
 
 def log_products(log_conditionals: Tensor) -> Tensor:
-    """log C (..., N, N), symmetric with zeros on the diagonal, from log P (..., N, N) above its diagonal."""
+    """Computes log C (..., N, N), symmetric with a diagonal of 0, from log P (..., N, N) above its diagonal."""
     upper = log_conditionals.triu(1).cumsum(-1).triu(1)
     return upper + upper.mT
 
 
 def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
-    """Equation 8: log C (B, N, N) from log P along rows (B, H, W, W) and along columns (B, W, H, H)."""
+    """Computes log C (B, N, N) by equation 8 from log P along rows (B, H, W, W) and along columns (B, W, H, H)."""
     rows, columns = horizontal.shape[1:3]
     cell = torch.arange(rows * columns, device=horizontal.device)
     row, column = cell // columns, cell % columns
@@ -104,7 +104,7 @@ def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
 
 
 def window_matrix(rows: int, columns: int, window: int, device: torch.device) -> Tensor:
-    """A matrix (N, N): 1 where two cells are at most `window` apart along both axes, else 0 (below equation 2)."""
+    """Returns a matrix (N, N): 1 if two cells are at most `window` apart on both axes, else 0 (paper, equation 2)."""
     cell = torch.arange(rows * columns, device=device)
     row, column = cell // columns, cell % columns
     near = ((row - row[:, None]).abs() <= window) & ((column - column[:, None]).abs() <= window)
@@ -121,7 +121,7 @@ class Layout:
     valid_mask: Tensor | None = None  # (B, N), True at valid tokens; padding comes after them
 
     def pool(self, x: Tensor) -> Tensor:
-        """The mean of each group of tokens, (B, H, W, D) for a pooled grid of H x W cells, from x (B, N, D)."""
+        """Returns the mean of each group of tokens: x (B, N, D) -> (B, H, W, D) for a pooled grid of H x W cells."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         grid = x.unflatten(1, (self.rows, self.columns))
         if self.rate == 1:
@@ -129,17 +129,17 @@ class Layout:
         if self.valid_mask is None:
             return self._means(grid)
         valid_mask = self.valid_mask.to(x.dtype).view(-1, self.rows, self.columns, 1)
-        # the mean of a group's valid members; clamp_min avoids 0 / 0 in a group without valid members
+        # the mean of a group's valid members only; clamp_min avoids 0 / 0 in groups that have none
         return self._means(torch.where(valid_mask > 0, grid, 0.0)) / self._means(valid_mask).clamp_min(1e-6)
 
     def _means(self, grid: Tensor) -> Tensor:
-        """The mean of each group of a grid's cells; the last groups may be smaller."""
+        """Returns the mean of each group of cells of a grid (B, rows, columns, D). The last groups may be smaller."""
         size = (min(self.rate, self.rows), min(self.rate, self.columns))
         pooled = F.avg_pool2d(grid.permute(0, 3, 1, 2), size, ceil_mode=True, count_include_pad=False)
         return pooled.permute(0, 2, 3, 1)
 
     def spread(self, matrix: Tensor) -> Tensor:
-        """A pooled matrix (B, n, n) at full size (B, N, N): each entry is repeated for the members of its groups."""
+        """Expands a pooled matrix (B, n, n) to (B, N, N). Each entry is repeated for the members of its groups."""
         if self.rate == 1:
             return matrix
         cell = torch.arange(self.rows * self.columns, device=matrix.device)
@@ -149,7 +149,7 @@ class Layout:
 
 
 class ClusterMaps(nn.Module):
-    """Computes one layer's C, with one linear layer FC for a sequence and two (rows, columns) for a grid."""
+    """Computes one layer's C by one linear layer FC for a sequence, or by two for a grid (for rows and for columns)."""
 
     def __init__(self, d_model: int, axes: int, stacking: str) -> None:
         super().__init__()
@@ -166,14 +166,17 @@ class ClusterMaps(nn.Module):
             nn.init.constant_(linear.bias, 2.0)
 
     def scalars(self, x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-        """u and v, (...) each, from x (..., D) for one axis."""
+        """Computes u and v, each (...), from x (..., D). axis: 0 along rows, 1 along columns."""
         scalar, context = (x @ self.maps[axis].weight.to(x.dtype).view(2, -1).T).unbind(-1)
         return scalar, context
 
     def forward(self, grid: Tensor, before: State) -> tuple[Tensor, State]:
-        """C (B, N, N) from a grid (B, H, W, D), and the next layer's state; `before` is the previous layer's."""
+        """Computes C (B, N, N) from a grid (B, H, W, D). before: the state that the layer below has returned.
+
+        Also returns the state for the next layer.
+        """
         with full_precision(grid):
-            sides = (grid, grid.transpose(1, 2))[: len(self.maps)]  # its rows and its columns; a sequence is one row
+            sides = (grid, grid.transpose(1, 2))[: len(self.maps)]  # by rows, by columns; a sequence is one row
             scores = [
                 conditional_scores(*self.scalars(side, axis), self.maps[axis].bias) for axis, side in enumerate(sides)
             ]
@@ -184,7 +187,7 @@ class ClusterMaps(nn.Module):
     def step(self, x: Tensor, sums: Tensor, log_row: Tensor, before: State) -> tuple[Tensor, State, Tensor, Tensor]:
         """Computes row t of a sequence's C, for the next token x (R, D).
 
-        sums (R, t + 1) are V[0] .. V[t]. log_row (R, t) is log C[j, t-1] of this layer before stacking. Returns the
+        sums: V[0] .. V[t], (R, t + 1). log_row: log C[j, t-1] of this layer before stacking, (R, t). Returns the
         stacked row (R, t + 1), the state for the next layer, and the new sums and log_row, each longer by one.
         """
         with full_precision(x):
@@ -198,17 +201,17 @@ class ClusterMaps(nn.Module):
             return row, state, sums, log_row
 
     def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
-        """log P of each axis, and log(1 - P) of each axis, which only conditional stacking needs (empty otherwise)."""
+        """Returns log P of each axis, and for conditional stacking log(1 - P) of each axis (otherwise nothing)."""
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
         complements = tuple(F.logsigmoid(-z) for z in scores)
-        if before:  # equation 6: the stacked 1 - P is the product of 1 - P in this layer and the layers before it
+        if before:  # equation 6: the stacked 1 - P is the product of 1 - P in this layer and in all layers below
             complements = tuple(old + new for old, new in zip(before, complements, strict=True))
-        largest = -torch.finfo(complements[0].dtype).tiny  # less than 0, so that the logarithm of P is finite
+        largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that P is above 0 and its logarithm finite
         return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
 
     def _stacked(self, matrix: Tensor, log_complements: State, before: State) -> tuple[Tensor, State]:
-        """C after stacking, and the state for the next layer."""
+        """Returns C after stacking, and the state for the next layer."""
         if self.stacking == "matrix":
             if before:
                 matrix = before[0] + matrix * (1 - before[0])
@@ -218,23 +221,23 @@ class ClusterMaps(nn.Module):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Regions arranged into a grid. Cell n has the region order[n], or is a dummy where valid_mask is False."""
+    """Regions arranged into a grid. Cell n has the region order[n] if valid_mask[n] is True, and else is a dummy."""
 
     order: Tensor  # (B, H * W)
     valid_mask: Tensor  # (B, H * W)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Reorders x (B, N, D) from regions to cells, (B, H * W, D). Dummies get zeros."""
+        """Reorders x from regions (B, N, D) to cells (B, H * W, D). Dummies get zeros."""
         x = F.pad(x, (0, 0, 0, self.order.shape[1] - x.shape[1]))
         return x.gather(1, self.order[:, :, None].expand(-1, -1, x.shape[2]))
 
     def undo(self, x: Tensor, count: int) -> Tensor:
-        """Reorders x (B, H * W, D) from cells to regions, (B, count, D)."""
+        """Reorders x from cells (B, H * W, D) to regions (B, count, D)."""
         back = self.order.argsort(1)[:, :count]
         return x.gather(1, back[:, :, None].expand(-1, -1, x.shape[2]))
 
     def row_by_row(self) -> Arrangement:
-        """The same order as a sequence, with the dummies at the end."""
+        """Returns the same order as a sequence, with the dummies at the end."""
         moved = (~self.valid_mask).to(torch.uint8).argsort(stable=True, dim=1)
         return Arrangement(self.order.gather(1, moved), self.valid_mask.gather(1, moved))
 
@@ -242,8 +245,8 @@ class Arrangement:
 def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrangement:
     """Arranges regions with boxes (B, N, 4) by their centers into a grid of `rows` rows and ceil(N / rows) columns.
 
-    Sorted from left to right, every `rows` regions form a column, which is then sorted from top to bottom. Dummies
-    fill the bottom of the last column with regions, and the columns after it. Equal centers stay in their order.
+    Regions are sorted from left to right. Every `rows` of them form a column, which is then sorted from top to bottom.
+    Dummies fill the rest of the last such column, and all columns after it. Equal centers stay in their order.
     """
     count = boxes.shape[1]
     columns = math.ceil(count / rows)
@@ -252,12 +255,12 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
         padding = torch.arange(count, device=boxes.device) >= lengths[:, None]
         center_x, center_y = (axis.masked_fill(padding, torch.inf) for axis in (center_x, center_y))
     center_x, center_y = (F.pad(axis, (0, columns * rows - count), value=torch.inf) for axis in (center_x, center_y))
-    # sort by y, then stably by x: regions with the same x stay sorted by y
+    # sorted by y and then stably by x, so that regions with the same x stay sorted by y
     order = center_y.argsort(stable=True, dim=1)
     order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
     order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
     order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
-    # an index at this limit or above it means padding or a dummy
+    # indices from this limit on are padding or dummies
     limit = count if lengths is None else lengths[:, None]
     return Arrangement(order, order < limit)
 
@@ -270,9 +273,9 @@ class ClusteredAttention(SelfAttention):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, clusters: Tensor | None = None) -> Tensor:
-        """The mixed tokens (B, N, D) from x (B, N, D) and `clusters`, which is C (B, N, N).
+        """Mixes the tokens x (B, N, D). clusters: C (B, N, N), or None for attention without C.
 
-        attention_mask, which broadcasts to (B, 1, N, N), is True where a query may attend to a key.
+        attention_mask: True where a query may attend to a key, with broadcasting to (B, 1, N, N); None if everywhere.
         """
         query, key, value = self.project(x)
         weights = self._weights(query, key, attention_mask, clusters)
@@ -280,7 +283,7 @@ class ClusteredAttention(SelfAttention):
         return self.out_proj(merge_heads(weights.to(value.dtype) @ value), x)
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor, row: Tensor | None = None) -> Tensor:
-        """The output (B*K, D) for the next token x (B*K, D) of each beam, with its `row` of C (B*K, t)."""
+        """Mixes the next token of each beam, x (B*K, D) -> (B*K, D). row: the token's row of C (B*K, t), or None."""
         if isinstance(slots, RowSlots):
             query, key, value = self.project_rows(x, slots)
             weights = self._weights(query, key, None, None if row is None else row[:, None])
@@ -299,12 +302,12 @@ class ClusteredAttention(SelfAttention):
         return self.out_proj(merge_heads(mixed).flatten(0, 1), x)
 
     def _weights(self, query: Tensor, key: Tensor, attention_mask: Tensor | None, clusters: Tensor | None) -> Tensor:
-        """The attention weights (B, H, Q, N) times C."""
+        """Computes the attention weights (B, H, Q, N), multiplied by C unless `clusters` is None."""
         scores = query @ key.mT / math.sqrt(query.shape[-1])
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if attention_mask is None:
             weights = scores.softmax(-1)
-        else:  # with MASKED_SCORE, because -inf would give NaN for an image without regions
+        else:  # MASKED_SCORE and not -inf, because the softmax of an image without regions would be NaN
             hidden = ~attention_mask
             weights = scores.masked_fill(hidden, MASKED_SCORE).softmax(-1).masked_fill(hidden, 0.0)
         return weights if clusters is None else weights * clusters[:, None]
@@ -312,16 +315,16 @@ class ClusteredAttention(SelfAttention):
 
 @dataclass
 class PassState:
-    """What the layers share in a pass over image tokens or captions: their inputs, and results for later layers."""
+    """What the layers share in a pass over image tokens or captions: inputs of all layers, and results for the next."""
 
     layout: Layout
-    attention_mask: Tensor | None  # for (B, 1, N, N), True where a query may attend
+    attention_mask: Tensor | None  # broadcasts to (B, 1, N, N), True where a query may attend
     window: Tensor | None  # the fixed C (1, N, N) of all layers; None if each layer computes its C
-    stacked: State = ()  # what the layer before has passed on
+    stacked: State = ()  # the state that the layer below has returned
 
 
 class ClusteredLayer(Layer):
-    """Layer `number` (from 1) of a `side`, "encoder" or "decoder": C, self-attention and feed-forward."""
+    """Layer `number` (from 1) of a `side` ("encoder" or "decoder"), with C, self-attention and feed-forward."""
 
     def __init__(self, config: ClustFormerConfig, side: str, number: int) -> None:
         super().__init__(config, pre_norm=config.norm == "pre")
@@ -338,7 +341,7 @@ class ClusteredLayer(Layer):
         return self.residual(x, self.attention_norm, self._attend, shared)
 
     def _attend(self, x: Tensor, shared: PassState) -> Tensor:
-        """Computes this layer's C, and returns the self-attention with it."""
+        """Computes this layer's C, and mixes the tokens x (B, N, D) by self-attention with it."""
         matrix = shared.window if self.has_clusters else None
         if self.clusters is not None:
             pooled, shared.stacked = self.clusters(shared.layout.pool(x), shared.stacked)
@@ -360,7 +363,7 @@ class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
         return self.residual(y, self.attention_norm, self._attend_step, cache, index)
 
     def _attend_step(self, y: Tensor, cache: ClusterCache, index: int) -> Tensor:
-        """`_attend` for the next token of each beam, y (R, D)."""
+        """Does what `_attend` does for the next token of each beam, y (R, D)."""
         row = cache.window_row if self.has_clusters else None
         if self.clusters is not None:
             row, cache.state, cache.sums[index], cache.rows[index] = self.clusters.step(
@@ -371,12 +374,12 @@ class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
 
 @dataclass
 class ClusterCache(TreeCache):
-    """A tree of slots, and for each layer the prefix sums (R, t + 1) of equation 4 and the last row (R, t) of C."""
+    """A tree of slots, and for each layer prefix sums V (R, t + 1) and the logarithm (R, t) of the last row of C."""
 
     sums: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
     window: int | None = None  # the size of a fixed window that replaces C
-    state: State = ()  # what the layer before has passed on, in the current step
+    state: State = ()  # what the layer below has returned for equation 6 in the current step
     window_row: Tensor | None = None  # row (R, t) of a fixed C for the current step
 
     def advance(self) -> None:
@@ -419,7 +422,7 @@ class ClustFormer(EncoderDecoder):
         width = config.d_model
         self.input = nn.Linear(sizes.feature_width, width)
         own_dropout = config.input_dropout
-        is_fixed = own_dropout is not None  # a stage's dropout then does not change it
+        is_fixed = own_dropout is not None  # a training stage's dropout does not change a given dropout
         self.input_dropout = Dropout(config.dropout if own_dropout is None else own_dropout, fixed=is_fixed)
         self.encoder = layer_list(
             ClusteredEncoderLayer(config, "encoder", number) for number in range(1, config.num_encoder_layers + 1)
@@ -447,18 +450,18 @@ class ClustFormer(EncoderDecoder):
         return Memory(states, features.lengths, features.boxes)
 
     def _start_pass(self, layout: Layout, attention_mask: Tensor | None, device: torch.device) -> PassState:
-        """The state before the first layer, with the matrix of a fixed window if the configuration has one."""
+        """Returns the state before the first layer, with the matrix of a fixed window if the configuration has one."""
         window = self.config.window
         matrix = None if window is None else window_matrix(layout.rows, layout.columns, window, device)[None]
         return PassState(layout, attention_mask, window=matrix)
 
     def _start_caption_pass(self, tokens: Tensor) -> PassState:
-        """The state before the first decoder layer for tokens (B*K, T). A word attends to itself and earlier words."""
+        """Returns the state before the first decoder layer for tokens (B*K, T), with a causal attention mask."""
         mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
         return self._start_pass(Layout(rows=1, columns=tokens.shape[1]), mask, tokens.device)
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
-        """The arrangement of regions in a grid, if there is one, and the layout that the image tokens then have."""
+        """Returns the arrangement of regions (None if the input order stays), and the layout of the image tokens."""
         config, lengths, count = self.config, features.lengths, features.tokens.shape[1]
         if config.inputs == "regions" and config.encoder_clusters != "none":
             return self._arrange(features)
@@ -473,7 +476,7 @@ class ClustFormer(EncoderDecoder):
         return None, Layout(rows, columns, config.sampling)
 
     def _arrange(self, features: Features) -> tuple[Arrangement, Layout]:
-        """`_layout` for regions. Raises ValueError when their boxes are missing."""
+        """Does what `_layout` does for regions in a grid. Raises ValueError if their boxes are missing."""
         boxes, rows = features.boxes, self.config.region_rows
         if boxes is None:
             raise ValueError(
@@ -499,7 +502,7 @@ class ClustFormer(EncoderDecoder):
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         cache, states = super().init_cache(memory, beams), memory.states
         zeros = states.new_zeros(cache.images * beams, 1, dtype=torch.promote_types(states.dtype, torch.float32))
-        # before the first step each layer has V[0] = 0 and an empty row of C
+        # before the first step, the prefix sums are V[0] = 0, and C has no row
         sums, rows = [zeros for _ in self.decoder], [zeros[:, :0] for _ in self.decoder]
         return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.config.window)
 
@@ -508,17 +511,17 @@ class MaskTokenClustFormer(ClustFormer):
     """Ada-ClustFormer with the decoder of its published code, which predicts each word at a mask token.
 
     To predict the word after t tokens, the decoder reads these tokens and then a mask token, which is PAD. The logits
-    are those at the mask token. All t + 1 tokens attend to each other, so that the states of earlier tokens change with
+    are taken at the mask token. All t + 1 tokens attend to each other, so that the states of earlier tokens change with
     each new word. A step can therefore reuse only the keys and values of cross-attention. Teacher forcing runs the T
-    prefixes of a caption as T rows of T + 1 tokens. This takes T + 1 times the work and memory of the causal decoder's
-    layers.
+    prefixes of a caption as T rows of T + 1 tokens, so that its layers take T + 1 times the work and memory of those in
+    the causal decoder.
     """
 
     steps_compute_prefix = True
 
     def __init__(self, config: ClustFormerConfig, sizes: ModelSizes) -> None:
         super().__init__(config, sizes)
-        # the mask token follows the longest caption
+        # one position more, because the mask token follows the longest caption
         self.register_buffer("positions", sinusoids(sizes.max_positions + 1, config.d_model), persistent=False)
 
     def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
@@ -526,7 +529,7 @@ class MaskTokenClustFormer(ClustFormer):
         check_positions(length, self.sizes.max_positions)
         if self.masks is not None:
             self.masks.begin_pass(length)
-        # Row t has the tokens 0 to t and the mask token at t + 1. The mask tokens after it are hidden.
+        # Row t has the tokens 0 to t and the mask token at t + 1. All PAD after this mask token is hidden.
         is_visible = torch.ones(length, length + 1, dtype=torch.bool, device=tokens.device).tril(1)
         prefixes = F.pad(tokens, (0, 1), value=self.sizes.pad)[:, None].expand(-1, length, -1)
         prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)
@@ -539,7 +542,7 @@ class MaskTokenClustFormer(ClustFormer):
         return values.unflatten(0, (-1, length)).diagonal(offset=1, dim1=1, dim2=2).movedim(-1, 1)
 
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
-        return EncoderDecoder.init_cache(self, memory, beams)  # without the sums and rows of the causal decoder
+        return EncoderDecoder.init_cache(self, memory, beams)  # only the causal decoder needs sums and rows of C
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:

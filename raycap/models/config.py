@@ -1,8 +1,8 @@
 """Configurations of captioners, backbones, decoding and views of images, and the types of their numbers and texts.
 
 pydantic checks each value by its annotation, and `__post_init__` checks values that depend on each other. The upper
-limits are far above what anyone would train. They refuse, for example, a width of a billion before memory is asked for.
-The import of this module takes little time, because it imports neither torch nor pydantic.
+limits are far above what anyone would train, so that they refuse only mistakes. A width of a billion, for example, is
+refused before memory is allocated. This module imports neither torch nor pydantic, so that it is imported quickly.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-# a mapping of plain values by name, as YAML and JSON give it
+# a mapping from names to plain values, as a YAML or JSON file gives it
 Values = dict[str, Any]
 PYDANTIC = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}  # settings of every section
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,20}")
 _DECIMAL = re.compile(r"[-+]?([0-9]{1,20}\.?[0-9]{0,20}|\.[0-9]{1,20})([eE][-+]?[0-9]{1,3})?")
-# characters that no path, address or name has: control characters, and halves of surrogate pairs
+# characters that no path, address or name may have: control characters, and halves of surrogate pairs
 _NO_TEXT = re.compile("[\0-\x1f\x7f-\x9f\ud800-\udfff]")
-MAX_TEXT = 1024  # bytes, as many as the longest key on S3 has
+MAX_TEXT = 1024  # bytes, the limit of S3 for a key
 
 
 @dataclass(frozen=True)
 class Before:
     """A mark on a type: pydantic calls `function` with a value, and then checks the type of the result strictly.
 
-    Strictly means that a boolean is no number, and that a fraction is no whole number. pydantic finds the method of
-    this class by its name.
+    A strict check refuses a boolean as a number, and a fraction as a whole number. pydantic finds the method of this
+    class by its name.
     """
 
     function: Callable[[object], object]
 
     def __get_pydantic_core_schema__(self, source: object, handler: Callable[[object], Values]) -> Values:
         schema = handler(source)
-        for each in schema.get("choices", [schema]):  # the members of a union, or the only type
+        for each in schema.get("choices", [schema]):  # all types of a union, or the only type
             each["strict"] = True
         return {"type": "function-before", "function": {"type": "no-info", "function": self.function}, "schema": schema}
 
 
 def read_number(value: object) -> object:
-    """The number that a text spells. Any other value is returned as it is.
+    """Returns the number that a text spells, or any other value as it is.
 
-    Numbers come as texts from `${NAME}` in a configuration, and from 1e-3, which YAML 1.1 reads as a text.
+    Numbers can arrive as texts: from `${NAME}` in a configuration, or if written as 1e-3, which YAML 1.1 reads as text.
     """
     if isinstance(value, str) and _WHOLE.fullmatch(value):
         return int(value)
@@ -79,18 +79,18 @@ NUMBER, TEXT = Before(read_number), Before(check_text)
 
 Text = Annotated[str, TEXT]
 Whole = Annotated[int, Ge(0), NUMBER]
-Count = Annotated[int, Ge(1), Le(10_000), NUMBER]  # of heads, positions, image tokens, captions, workers and the like
+Count = Annotated[int, Ge(1), Le(10_000), NUMBER]  # a number of heads, image tokens, captions, workers and the like
 CountOrZero = Annotated[int, Ge(0), Le(10_000), NUMBER]
-Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # of vectors; the widest layers of language models have about 50,000
-Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # captioners have 3 to 12
-Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # of expansion vectors; the number of parameters is limited, too
-Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # of a vocabulary
+Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # a width of vectors; the widest of language models have about 50,000
+Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # a number of layers; captioners have 3 to 12
+Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # a number of expansion vectors; parameters are limited, too
+Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # a number of words
 Pixels = Annotated[int, Ge(1), Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384
-Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # of dropout and the like
+Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # a probability, as of dropout
 
 
 class Identity(Enum):
-    """How a key enters a run's identity (`pipeline.runs.identity`). A key without a mark enters by its value."""
+    """How a key counts in a run's identity (`pipeline.runs.identity`). The value counts for a key without a mark."""
 
     IGNORED = "not at all: it decides where, when and with which resources the result is computed"
     WITH_BACKBONE = "by its value where features come from a backbone"
@@ -103,7 +103,7 @@ class Identity(Enum):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of every captioner; each system adds more. Raises ValueError for sizes that do not fit.
+    """The settings that all captioners share. Each system adds its own. Raises ValueError for sizes that do not fit.
 
     word_vectors: a text file in GloVe's format with vectors of `word_vector_width` numbers. The decoder uses them at
     its input and output (`models/layers.py`), and trains them if `train_word_vectors` is set. The configuration of a
@@ -119,7 +119,7 @@ class ModelConfig:
     num_encoder_layers: Layers = 3
     num_decoder_layers: Layers = 3
     max_positions: Count | None = None
-    """The most tokens of a caption, with SOS and EOS. By default those of the longest training caption."""
+    """The largest number of tokens per caption, with SOS and EOS. By default, that of the longest training caption."""
     dropout: Rate = 0.1
     word_vectors: Annotated[Text | None, Identity.FILE] = None
     word_vector_width: Width | None = None
@@ -138,25 +138,25 @@ class ModelConfig:
 
     @property
     def needs_boxes(self) -> bool:
-        """Whether the model arranges image tokens by the boxes of regions."""
+        """True if the model arranges image tokens by the boxes of regions."""
         return False
 
     def check_inputs(self, regions: bool) -> None:
-        """Raises ValueError if the model cannot take features of regions (`regions`) or, otherwise, of a grid."""
+        """Raises ValueError if the model cannot take the features. regions: True for regions, False for a grid."""
 
 
 @dataclass(frozen=True)
 class ExpansionNetConfig(ModelConfig):
     """ExpansionNet v2, and the papers' baseline Transformer, which ignores the expansion settings.
 
-    The encoder has static expansion with the groups `static_expansion` (G in the paper), or bidirectional dynamic
-    expansion with `encoder_dynamic_expansion` vectors per token (N_E). If both are None, it has attention. The decoder
-    has causal dynamic expansion with `dynamic_expansion` vectors per token. If this is None, it has attention. These
-    settings cover all rows of the paper's Table I.
+    static_expansion: the sizes of the groups (G in the paper) of static expansion in the encoder.
+    encoder_dynamic_expansion: the vectors per token (N_E) of bidirectional dynamic expansion in the encoder. If both
+    are None, the encoder has attention. dynamic_expansion: the vectors per token of causal dynamic expansion in the
+    decoder. If it is None, the decoder has attention. These settings cover all rows of the paper's Table I.
 
     expansion_dropout: "reference" drops single elements of the expanded vectors, as in the paper, and needs the
-    expanded sequence in memory. "factorized" drops whole expanded vectors, which takes less time and memory. No score
-    of it is published. Evaluation is the same for both.
+    expanded sequence in memory. "factorized" drops whole expanded vectors, which takes less time and memory, but no
+    published score was reached with it. Both evaluate in the same way.
     """
 
     name: Literal["expansionnet_v2", "transformer"] = "expansionnet_v2"
@@ -183,18 +183,18 @@ class MeshedMemoryConfig(ModelConfig):
     connection: the encoder levels that a decoder layer attends to. "meshed": all levels, through gates. "one_to_one":
     the level with the layer's number. "last": the last level, as in the plain Transformer.
 
-    attended_regions: every image gets this number of regions, and attention includes those that are padding. This is
-    so in the reference, whose published weights were trained with 50. None masks padding.
+    attended_regions: every image is padded to this number of regions, and attention includes the padding, as in the
+    reference, whose published weights were trained with 50. If it is None, padding is masked.
     """
 
     name: Literal["meshed_memory"] = "meshed_memory"
     num_memory_slots: CountOrZero = 40
-    """The number of learned keys and values in addition to those of the regions."""
+    """The number of learned keys and values that encoder layers attend to in addition to those of the regions."""
     connection: Literal["meshed", "one_to_one", "last"] = "meshed"
     gates: Literal["sigmoid", "softmax"] = "sigmoid"
-    """How meshed levels are weighted. The softmax is over the levels."""
+    """How the levels of "meshed" are weighted. The softmax is over the levels."""
     attention: Literal["dot_product", "on_attention"] = "dot_product"
-    """The kind of every attention in encoder and decoder."""
+    """The kind of attention, everywhere in encoder and decoder."""
     attended_regions: Count | None = None
 
     def __post_init__(self) -> None:
@@ -217,39 +217,39 @@ class MeshedMemoryConfig(ModelConfig):
 class ClustFormerConfig(ModelConfig):
     """Ada-ClustFormer. Its settings cover all rows of the paper's ablation (Table 1); C is the clustering matrix.
 
-    decoder: in a "causal" one, a word attends to itself and earlier words. In a "mask_token" one, as in the published
-    code, each word is predicted by a bidirectional pass over the words before it (`models/clustformer.py`).
+    decoder: In a "causal" decoder, a word attends to itself and earlier words. In a "mask_token" decoder, as in the
+    published code, each word is predicted by a bidirectional pass over the words before it (`models/clustformer.py`).
     """
 
     name: Literal["clustformer"] = "clustformer"
     num_encoder_layers: Layers = 6
     num_decoder_layers: Layers = 6
     encoder_clusters: Literal["2d", "1d", "none"] = "2d"
-    """The kind of C of the image tokens. For 1d, the rows of the grid are joined to one."""
+    """The kind of C of the image tokens. For 1d, the rows of the grid are joined to one sequence."""
     decoder_clusters: Literal["1d", "none"] = "1d"
     """The kind of C of the words."""
     clustered_encoder_layers: tuple[Layers, ...] | None = None
-    """The numbers, from 1, of the layers that have C. By default all have it."""
+    """The layers that have C, numbered from 1. By default, all layers have it."""
     clustered_decoder_layers: tuple[Layers, ...] | None = None
     stacking: Literal["matrix", "conditional", "none"] = "matrix"
-    """What equation 6 stacks (`models/clustformer.py`)."""
+    """What equation 6 stacks: the matrix C, or the probabilities that C is made of (`models/clustformer.py`)."""
     sampling: Count = 2
-    """The rate of down-up sampling in the encoder."""
+    """The rate of down-up sampling in the encoder. At 1, nothing is sampled."""
     window: CountOrZero | None = None
     """The size of a fixed window that replaces C everywhere."""
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
     grid: tuple[Count, Count] | None = None
-    """[rows, columns]. By default the grid is a square."""
+    """The size of the grid of image tokens, [rows, columns]. By default, the grid is a square."""
     region_rows: Count = 6
     """The rows of the grid into which regions are arranged by their boxes."""
     decoder: Literal["causal", "mask_token"] = "causal"
     activation: Literal["relu", "gelu"] = "relu"
     """The activation of the feed-forward sublayers."""
     input_dropout: Rate | None = None
-    """The dropout of the image tokens, which a stage's dropout does not change. By default it is as dropout."""
+    """The dropout of the image tokens, which a training stage then does not change. By default, `dropout` applies."""
     cross_attention_dropout: bool = False
-    """Whether dropout reaches the weights of cross-attention too."""
+    """True if the weights of cross-attention have dropout, too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -282,7 +282,7 @@ class ClustFormerConfig(ModelConfig):
             )
 
 
-# The classes of configurations by `model.name`. A new captioner needs a class in this file, an entry here, a file with
+# The configuration class of each `model.name`. A new captioner needs a class in this file, an entry here, a file with
 # its model, and a row in `models/captioner.py`. Configuration files and searches can then use it.
 MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
     "expansionnet_v2": ExpansionNetConfig,
@@ -294,7 +294,7 @@ MODEL_CONFIGS: dict[str, type[ModelConfig]] = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes that follow from the data, and the ids of special tokens. Raises ValueError if an id has no word."""
+    """The sizes that follow from the data, and special tokens' ids. Raises ValueError if the vocabulary lacks an id."""
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
 
@@ -314,25 +314,25 @@ class ModelSizes:
                 )
 
 
-MAX_STAGES = 8  # each stage doubles the width and halves the sides of the grid
-SIZE_KEYS = ("embed_dim", "depths", "num_heads", "window_size", "patch_size")  # they replace sizes of the named model
+MAX_STAGES = 8  # far above the usual 4; each stage doubles the width and halves the sides of the grid
+SIZE_KEYS = ("embed_dim", "depths", "num_heads", "window_size", "patch_size")  # keys that replace the model's own sizes
 _NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]*)?")
 
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """A timm model, the source of its weights, its image tokens, and sizes that replace those of the named model.
+    """A timm model, the source of its weights, its image tokens, and sizes that replace the model's own.
 
     name: "architecture" or "architecture.tag", as timm lists them.
-    weights: "none" (drawn at random), "pretrained" (downloaded by timm), or the path of a checkpoint with timm's names
-    or others that timm converts, such as the original Swin's. It is a safetensors file, or a PyTorch file with tensors
-    only.
+    weights: "none" (drawn at random), "pretrained" (downloaded by timm), or the path of a checkpoint. A checkpoint is a
+    safetensors file, or a PyTorch file with tensors only. Its tensors have timm's names, or others that timm converts,
+    such as the original Swin's.
     embed_dim to patch_size: `encoders.backbone` lists the families that take them. A model without stages takes one
     number of `depths` and of `num_heads`.
     pool: the side of the squares of grid tokens that are averaged to one token.
-    transform: "auto" is that of the named model, and for swin_* that of the reference. "squash" has the named model's
-    interpolation and statistics, and does not crop. "reference" is bilinear with ImageNet's statistics, and does not
-    crop.
+    transform: "auto" is the transform of the named model, or for swin_* that of the reference. "squash" uses the named
+    model's interpolation and statistics without a crop. "reference" is bilinear, uses ImageNet's statistics, and does
+    not crop.
     """
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
@@ -346,7 +346,7 @@ class BackboneConfig:
     window_size: Count | None = None
     drop_path: Rate = 0.0
     gradient_checkpointing: Annotated[bool, Identity.IGNORED] = False
-    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
+    """Compute activations again in the backward pass instead of keeping them, which takes less memory and more time."""
     patch_size: Pixels | None = None
     pool: Count = 1
     transform: Literal["auto", "squash", "reference"] = "auto"
@@ -360,7 +360,7 @@ class BackboneConfig:
         if self.is_swin and self.image_size % 4:
             raise ValueError(f"backbone.image_size is {self.image_size}; it must be a multiple of the patches' 4 px")
         num_stages = len(self.depths or ())
-        num_heads = len(self.num_heads) if self.num_heads else 4  # the named models have four stages
+        num_heads = len(self.num_heads) if self.num_heads else 4  # named Swin models have four stages
         if self.is_swin and num_stages > num_heads:
             raise ValueError(
                 f"backbone.depths asks for {num_stages} stages, and backbone.num_heads has {num_heads} numbers; give "
@@ -369,11 +369,11 @@ class BackboneConfig:
 
     @property
     def is_swin(self) -> bool:
-        """Whether the model is a Swin (version 1), the reference's backbone."""
+        """True if the model is a Swin (version 1), the reference's backbone."""
         return self.name.startswith("swin_")
 
     def feature_settings(self, *ignored: str) -> Values:
-        """The keys and values without those in `ignored`, for the description of stored results."""
+        """Returns the keys and values without those in `ignored`, for the description of stored results."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ignored}
 
 
@@ -381,8 +381,8 @@ class BackboneConfig:
 class Decoding:
     """Rules for words, diverse beams and sampling. Raises ValueError for values that make no sense.
 
-    suppress_unk: no caption has UNK. min_length: no caption has fewer tokens, with SOS and EOS. no_repeat_ngram: for
-    this n, no caption has the same n tokens in a row twice. no_open_endings: no caption ends with a word that needs
+    suppress_unk: no caption contains UNK. min_length: the smallest number of tokens, with SOS and EOS. no_repeat_ngram:
+    no sequence of this many tokens occurs twice in a caption. no_open_endings: no caption ends with a word that needs
     another word after it, such as "a" or "with".
 
     beam_groups: the beams are divided into this many groups, which choose their words one group after the other
@@ -429,7 +429,7 @@ class Decoding:
 
     @property
     def signature(self) -> str:
-        """The settings in words; "all words allowed" without any rule."""
+        """The settings in words, or "all words allowed" if no rule is set."""
         texts = {
             "no UNK": self.suppress_unk,
             f"at least {self.min_length} tokens": self.min_length > 2,
@@ -443,19 +443,19 @@ class Decoding:
         return ", ".join(text for text, holds in texts.items() if holds) or "all words allowed"
 
 
-# the rules of the papers' codes, and of bundles that record no others
+# decoding as in the papers' code, also for bundles that record no rules
 PLAIN = Decoding(suppress_unk=False)
 
-VIEWS_VERSION = 1  # raise it when the pixels of `encoders.transform.augmented` change, so that views are made again
+VIEWS_VERSION = 1  # raise it when `encoders.transform.augmented` gives other pixels, so that views are made again
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """Random changes of training images, which `models.encoders.transform.augmented` makes.
 
-    min_area: the smallest share of the image's area that a crop keeps; 1 for no crop. color: the largest relative
-    change of brightness, contrast and saturation. mirror: mirrors half of the images; captions that name left and right
-    are then wrong.
+    min_area: the smallest fraction of the image's area that a crop keeps, or 1 for no crop. color: the largest relative
+    change of brightness, contrast and saturation. mirror: If it is True, half of the images are mirrored, and their
+    captions are wrong where they name left or right.
     """
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
@@ -473,22 +473,22 @@ class Views:
     augmentation: Augmentation
 
     def keys(self, content_key: str) -> list[str]:
-        """The keys of an image's versions in a feature store. Another augmentation has other keys."""
+        """Returns the keys of an image's versions in a feature store. Another augmentation gives other keys."""
         return [content_key + suffix for suffix in self.suffixes]
 
     @cached_property
     def suffixes(self) -> list[str]:
-        """What follows the content key in the keys of the versions."""
+        """The suffixes that make the keys of the versions from a content key."""
         settings = json.dumps([VIEWS_VERSION, asdict(self.augmentation)], sort_keys=True)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
         return [f"-{digest}-{number}" for number in range(self.count)]
 
 
 def content_key_of(key: str) -> str:
-    """The content key in a key of `Views.keys`. A content key is returned as it is."""
+    """Returns the content key from which `Views.keys` made a key. A content key is returned as it is."""
     return key.partition("-")[0]
 
 
 def seed_of_key(key: str) -> int | None:
-    """The seed with which `augmented` makes the version of an image that has this key; None for the unchanged image."""
+    """Returns the seed with which `augmented` makes the version that has this key, or None for the unchanged image."""
     return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) if "-" in key else None

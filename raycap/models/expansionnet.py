@@ -1,29 +1,29 @@
-"""ExpansionNet v2 (Hu, Cavicchioli, Capotondi): an encoder and a decoder whose mixers are configuration.
+"""ExpansionNet v2 (Hu, Cavicchioli, Capotondi), with an encoder and a decoder whose mixers the configuration chooses.
 
 Layers are pre-norm, x + dropout(sublayer(norm(x))). The last layer is followed by x + dropout(Linear(outputs of all
 layers)) and a LayerNorm, as in the reference. PAD after a caption needs no mask, because the output at a token depends
 only on the tokens up to it.
 
-The mixers are the static and the dynamic expansion (section III) in factorized form: the expanded sequence never
-exists. With A+ = relu(M), A- = relu(-M), forward weights F (A normalized over the input tokens) and backward weights R
-(A normalized over the expanded vectors), a stream of equations 5 and 7 is
+Static and dynamic expansion (section III) are computed in a factorized form, which needs no expanded sequence in
+memory. The positive stream has A = relu(M), and the negative one A = relu(-M). Forward weights F are A normalized over
+the input tokens. Backward weights R are A normalized over the expanded vectors. A stream of equations 5 and 7 is then
 
     R (F V + bias) = (R F) V + R bias
 
-so that an (L, L) product replaces an (E, D) one. This is exact in evaluation. In training the reference drops single
-elements of the expanded vectors, which needs the long form (`ExpansionNetConfig.expansion_dropout`).
+so that an (L, L) product replaces an (E, D) one. The factorized form is exact in evaluation. In training the reference
+drops single elements of the expanded vectors, which needs the long form (`ExpansionNetConfig.expansion_dropout`).
 
 Equation 2 divides M by sqrt(D). Here M is not divided, because the normalization cancels the factor if epsilon is
 sqrt(D) times as large (`Expansion.epsilon`).
 
-The weights F and R (equations 3, 4 and 6) and their gradient are written by hand at the end of this file. Autograd
-would keep five tensors of the size of M per stream and pass over them about thirty times. The gradient below keeps only
-the results and needs half of the passes. With y = a r and r = 1 / (sum a + eps), it is
+The weights F and R (equations 3, 4 and 6) and their gradient are written by hand at the end of this file, because
+autograd would keep five tensors of the size of M per stream and pass over them about thirty times. Our gradient keeps
+only the results and needs half of the passes. With y = a r and r = 1 / (sum a + eps), the gradient is
 
     da = r (dy - sum(dy y)),   dM = da+ where M > 0, -da- where M < 0.
 
 Shapes: B sequences, N image tokens, R caption rows, T caption tokens, L tokens of a mixer, D width, V vocabulary, E
-expanded vectors, N_E expanded vectors a token. A leading 2 counts the streams, positive and negative. In the dynamic
+expanded vectors, N_E expanded vectors per token. A leading 2 counts the streams, positive and negative. In the dynamic
 expansion s, t and u have size L: s counts the tokens as owners of expanded vectors, t as their readers, u as sources of
 values.
 """
@@ -56,18 +56,18 @@ from raycap.models.layers import (
     xavier_blocks_,
 )
 
-EPSILON = 1e-9  # of equation 4, as in the reference; float16 rounds it to 0, so that sums are float32
-EXPORT_SCALE = 2.0**30  # a power of 2, so that products with it are exact
+EPSILON = 1e-9  # of equation 4, as in the reference; sums are float32, because float16 would round it to 0
+EXPORT_SCALE = 2.0**30  # a power of 2, because products with it are exact
 Dims = int | tuple[int, ...]
 
 
 def gated(gate: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Equation 8; all tensors are (..., D). The gate is the weight of the positive stream, as in the reference."""
+    """Joins two streams (..., D) by equation 8. As in the reference, the gate is the weight of the positive stream."""
     return torch.lerp(negative, positive, torch.sigmoid(gate).to(positive.dtype))
 
 
 class Expansion(nn.Module):
-    """The base of both expansions: the vectors E_Q and E_B, dropout, and the choice between the two forms."""
+    """The base of both expansions, with E_Q (`queries`), E_B (`biases`), dropout, and the choice between two forms."""
 
     def __init__(self, d_model: int, vectors: int, projections: int, dropout: float, factorized_dropout: bool) -> None:
         super().__init__()
@@ -75,42 +75,42 @@ class Expansion(nn.Module):
         self.queries = nn.Parameter(torch.empty(vectors, d_model))
         self.biases = nn.Parameter(torch.empty(vectors, d_model))
         self.in_proj = nn.Linear(d_model, projections * d_model)  # one product for all linear maps of the input
-        self.dropout = Dropout(dropout)  # of M, of the expanded vectors and of both streams, as in the reference
+        self.dropout = Dropout(dropout)  # for M, the expanded vectors and both streams, as in the reference
         self.factorized_dropout = factorized_dropout
 
     def init_weights(self) -> None:
-        """Xavier uniform, each map on its own, as the reference draws them."""
+        """Draws each linear map Xavier-uniform on its own, as the reference does."""
         for vectors in (self.queries, self.biases):
             nn.init.xavier_uniform_(vectors)
         xavier_blocks_(self.in_proj.weight, self.in_proj.out_features // self.in_proj.in_features)
 
     @property
     def long_form(self) -> bool:
-        """Whether dropout of single elements needs the expanded sequence in memory."""
+        """True if dropout of single elements needs the expanded sequence in memory."""
         return self.dropout.active and not self.factorized_dropout
 
     def drop_vectors(self, backward: Tensor) -> Tensor:
-        """Drops whole expanded vectors (the last dimension of `backward`), the same for all tokens of a sequence."""
+        """Drops whole expanded vectors (the last dimension of `backward`), the same ones for all tokens."""
         if not self.dropout.active:
             return backward
         return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]), self._of_vectors)
 
     def _of_vectors(self, masks: CaptionMasks, p: float) -> Tensor:
-        """The shared mask of whole expanded vectors of both streams, (2, R, T, E / T)."""
+        """Returns the shared mask (2, R, T, E / T) for dropout of whole expanded vectors in both streams."""
         return masks.of_tokens((2, len(self.queries)), p).permute(2, 0, 1, 3)
 
 
 class StaticExpansion(Expansion):
-    """Block static expansion (paper III-A4) over the groups G; bidirectional."""
+    """Bidirectional block static expansion (paper III-A4) over the groups G of expanded vectors."""
 
     def __init__(self, d_model: int, groups: tuple[int, ...], dropout: float, factorized_dropout: bool) -> None:
         super().__init__(d_model, sum(groups), projections=4, dropout=dropout, factorized_dropout=factorized_dropout)
         self.groups = tuple(groups)
 
     def forward(self, x: Tensor, valid_mask: Tensor | None) -> Tensor:
-        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None."""
+        """Mixes the tokens x (B, L, D). valid_mask: (B, L), True at valid tokens; None if all are valid."""
         key, value_positive, value_negative, gate = self.in_proj(x).chunk(4, -1)
-        m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed: groups are contiguous
+        m = torch.matmul(key, self.queries.t())  # (B, L, E), the paper's M transposed, so that groups are contiguous
         mask = None if valid_mask is None else valid_mask[:, :, None].to(m.dtype)
         weights = StaticWeights.apply(self.dropout(m), mask, self.groups, self.epsilon)  # (B, L, E) each
         biases = self.biases.to(value_positive.dtype)
@@ -127,11 +127,11 @@ class StaticExpansion(Expansion):
 
 
 class DynamicExpansion(Expansion):
-    """Dynamic expansion (paper III-A1): N_E expanded vectors for each token; causal or bidirectional.
+    """Dynamic expansion (paper III-A1), causal or bidirectional, with N_E expanded vectors per token.
 
-    c_s and k_t are a token's condition and key, e_n and b_n are rows of E_Q and E_B. Queries are c_s + e_n, so that
-    M[(s, n), t] = c_s k_t + e_n k_t. This is the sum of an (L, L) and an (N_E, L) product, added by broadcasting. The
-    bias c_s + b_n splits in the same way, into (R summed over n) C + (R summed over s) E_B.
+    c_s is the condition of token s, k_t is the key of token t, and e_n and b_n are rows of E_Q and E_B. Queries are
+    c_s + e_n, so that M[(s, n), t] = c_s k_t + e_n k_t is an (L, L) product plus an (N_E, L) product, by broadcasting.
+    In the same way, the biases c_s + b_n contribute (R summed over n) C + (R summed over s) E_B.
     """
 
     def __init__(self, d_model: int, vectors: int, causal: bool, dropout: float, factorized_dropout: bool) -> None:
@@ -140,17 +140,17 @@ class DynamicExpansion(Expansion):
         self.vectors = vectors
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """The mixed tokens (B, L, D) from x (B, L, D); valid_mask (B, L) is True at valid tokens, or None.
+        """Mixes the tokens x (B, L, D). valid_mask: (B, L), True at valid tokens; None if all are valid.
 
-        A causal expansion ignores the mask. It hides the future, and padding comes last.
+        A causal expansion ignores the mask, because no token reads later ones, and padding comes last.
         """
-        # Not in bfloat16: early positions are normalized over few keys, so that their weights jump where M crosses
-        # zero, and a wrong sign by rounding changes logits by 0.1 and more. The products are too small to gain speed.
+        # Autocast is off: early positions are normalized over few keys, so that their weights jump where M crosses 0,
+        # and a sign that bfloat16 rounds wrong changes logits by 0.1 and more. The small products would gain no speed.
         with full_precision(x):
             return self._expand(self._project(x), valid_mask)
 
     def _expand(self, projected: Tensor, valid_mask: Tensor | None) -> Tensor:
-        """Equations 1 to 8: (B, L, D) from C, K, V1, V2 and the gate side by side, `projected` (B, L, 5 D)."""
+        """Computes equations 1 to 8, (B, L, D). projected: C, K, V1, V2 and the gate side by side, (B, L, 5 D)."""
         condition, key, value_positive, value_negative, gate = projected.chunk(5, -1)
         by_condition = torch.bmm(condition, key.mT)  # (B, s, t)
         by_vector = torch.matmul(key, self.queries.t()).mT  # (B, N_E, t)
@@ -175,19 +175,22 @@ class DynamicExpansion(Expansion):
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
     def _of_m(self, masks: CaptionMasks, p: float) -> Tensor:
-        """The shared mask of M (R, s, N_E, t), or in a step of the two parts of M, (2, R, N_E, t)."""
+        """Returns the shared mask for M, (R, s, N_E, t) in a pass, and (2, R, N_E, t) for its two parts in a step."""
         return masks.of_pairs((self.vectors,), p).mT
 
     def _of_expanded(self, masks: CaptionMasks, p: float) -> Tensor:
-        """The shared mask (R, T, N_E, D) of the elements of one stream's expanded vectors."""
+        """Returns the shared mask (R, T, N_E, D) for dropout of single elements in one stream's expanded vectors."""
         return masks.of_tokens(tuple(self.queries.shape), p)
 
     def _project(self, x: Tensor) -> Tensor:
-        """C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
+        """Computes C, K, V1, V2 and the gate, side by side: (..., 5 D)."""
         return self.in_proj(x.to(self.in_proj.weight.dtype))
 
     def _masks(self, m: Tensor, valid_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """Two masks with 1 where the vectors of s read token t, and where token t reads them. None if all is read."""
+        """Returns a mask that is 1 where the vectors of s read token t, and one that is 1 where token t reads them.
+
+        If everything is read, both masks are None.
+        """
         if self.causal:
             length = m.shape[-1]
             earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
@@ -197,12 +200,13 @@ class DynamicExpansion(Expansion):
         return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
 
     def step(self, x: Tensor, slots: TreeSlots, ancestors: Tensor) -> Tensor:
-        """The next token of each beam, x (B*K, D) -> (B*K, D); causal.
+        """Mixes the next token of each beam, x (B*K, D) -> (B*K, D), in a causal expansion.
 
-        ancestors (B, K, t) are the slots on each beam's path, the new one last. Past vectors never change, so their
-        forward weights are cached; if single elements are dropped, the expanded vectors are cached instead. Products
-        are computed for all slots of an image, and each beam picks the results of its ancestors. The leading dimensions
-        are the two streams and the two directions: new vectors read past tokens, and the new token reads past vectors.
+        ancestors: (B, K, t), the slots on each beam's path, the new one last. Vectors of earlier tokens never change,
+        so their forward weights are cached. If dropout drops single elements, the expanded vectors are cached instead.
+        Products are computed for all slots of an image, and each beam picks the results of its ancestors. Leading
+        dimensions of size 2 count the streams, and then the directions: first the new vectors read past tokens, then
+        the new token reads past vectors.
         """
         with full_precision(x):
             if isinstance(slots, RowSlots):
@@ -220,7 +224,7 @@ class DynamicExpansion(Expansion):
             if self.long_form:
                 columns = self._step_expanded(parts[:, 0] * scale, cached[2:], slots, paths)
             else:
-                # a slot's forward weights are stored by the position u on its path, so that beams look up nothing
+                # a slot's forward weights are stored by the position u on its path, so that beams need no lookup
                 new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
                 torch.mul(parts[:, 0], scale, out=new_slots)
                 if self.dropout.active:
@@ -232,9 +236,9 @@ class DynamicExpansion(Expansion):
             return self._step_streams(by_vector, backward, columns, cached, gate, paths)
 
     def _step_rows(self, maps: Tensor, slots: RowSlots) -> Tensor:
-        """`step` in evaluation for captions that share no slots: returns (R, D).
+        """Does what `step` does in evaluation, for captions that share no slots. Returns (R, D).
 
-        maps (R, 5 D) are C, K, V1, V2 and the gate of the new tokens. Here dimension 1 counts the streams.
+        maps: C, K, V1, V2 and the gate of the new tokens, (R, 5 D). In this method, dimension 1 counts the streams.
         """
         width = maps.shape[-1] // 5
         condition, key, gate = maps[:, :width], maps[:, width : 2 * width], maps[:, 4 * width :]
@@ -255,10 +259,9 @@ class DynamicExpansion(Expansion):
         return gated(gate, positive, negative)
 
     def _step_products(self, new: Tensor, cached: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
-        """M (2, B, K, N_E, t) of the new vectors over the tokens of their path, and of its vectors over the new token.
+        """Returns M (2, B, K, N_E, t) of the new vectors over the path's tokens, and of the path's over the new token.
 
-        C and K are the first two tensors of `new` (4, B, K, D) for the new tokens, and of `cached` (4, B, slots, D) for
-        all slots.
+        new: C, K, V1 and V2 of the new tokens, (4, B, K, D). cached: the same of all slots, (4, B, slots, D).
         """
         _, images, beams, length = paths.shape
         condition, key = new[0], new[1]  # (B, K, D)
@@ -275,9 +278,9 @@ class DynamicExpansion(Expansion):
         return m
 
     def _step_expanded(self, forward: Tensor, values: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
-        """The expanded vectors of all slots before their bias, (2, B, slots, N_E, D), after dropout of their elements.
+        """Returns the expanded vectors of all slots, (2, B, slots, N_E, D), after dropout, but without their bias.
 
-        forward (2, B, K, N_E, t) are F of the new vectors, values (2, B, slots, D) are V1 and V2.
+        forward: F of the new vectors, (2, B, K, N_E, t). values: V1 and V2, (2, B, slots, D).
         """
         width = values.shape[-1]
         on_path = values.gather(2, paths.flatten(2)[..., None].expand(-1, -1, -1, width)).view(*paths.shape, width)
@@ -287,10 +290,10 @@ class DynamicExpansion(Expansion):
     def _step_streams(
         self, by_vector: Tensor, backward: Tensor, columns: Tensor, cached: Tensor, gate: Tensor, paths: Tensor
     ) -> Tensor:
-        """Equations 7 and 8 for the new tokens: returns (B*K, D).
+        """Computes equations 7 and 8 for the new tokens. Returns (B*K, D).
 
-        backward (2, B, K, N_E, s) is R, and by_vector (2 B K, N_E) is its sum over s. columns (2, B, slots, N_E, u) is
-        F. In the long form, columns (2, B, slots, N_E, D) are the expanded vectors before their bias.
+        backward: R, (2, B, K, N_E, s). by_vector: R summed over s, (2 B K, N_E). columns: F, (2, B, slots, N_E, u), or
+        in the long form the expanded vectors without their bias, (2, B, slots, N_E, D).
         """
         _, images, beams, length = paths.shape
         count, width = cached.shape[2:]
@@ -315,7 +318,7 @@ class DynamicExpansion(Expansion):
 
 
 def dynamic_mixer(config: ExpansionNetConfig, vectors: int | None, causal: bool) -> DynamicExpansion | SelfAttention:
-    """Dynamic expansion with `vectors` per token, or attention when that is None."""
+    """Builds dynamic expansion with `vectors` per token, or attention if `vectors` is None."""
     if vectors is None:
         return SelfAttention(config.d_model, config.num_heads, causal)
     factorized = config.expansion_dropout == "factorized"
@@ -354,7 +357,7 @@ class ExpansionDecoderLayer(DecoderLayer):
 
 
 class LayerSum(nn.Module):
-    """x + dropout(Linear(concatenated outputs of all layers)), then LayerNorm."""
+    """Computes LayerNorm(x + dropout(Linear(concatenated outputs of all layers))), where x is the last output."""
 
     def __init__(self, d_model: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -367,7 +370,7 @@ class LayerSum(nn.Module):
 
 
 class ExpansionNet(EncoderDecoder):
-    """ExpansionNet v2. Its configuration raises ValueError for sizes that do not fit together."""
+    """The captioner ExpansionNet v2."""
 
     config: ExpansionNetConfig
 
@@ -409,7 +412,7 @@ class ExpansionNet(EncoderDecoder):
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
         """See `CaptionModel.paper_macs`. Table VI counts a teacher-forced pass in the long form.
 
-        It counts three projections for attention.
+        Attention counts with three projections.
         """
         config, n, t = self.config, image_tokens, caption_tokens
         d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size
@@ -434,7 +437,7 @@ class ExpansionNet(EncoderDecoder):
 
 
 class Transformer(ExpansionNet):
-    """The papers' baseline: self-attention in place of all expansions. Its code is not public."""
+    """The papers' baseline: self-attention in place of all expansions. The authors' code for it is not public."""
 
     def __init__(self, config: ExpansionNetConfig, sizes: ModelSizes) -> None:
         attention = replace(config, static_expansion=None, encoder_dynamic_expansion=None, dynamic_expansion=None)
@@ -450,44 +453,50 @@ def signed_parts(m: Tensor) -> Tensor:
 
 
 def total(a: Tensor, dims: Dims) -> Tensor:
-    """The sum over `dims`, which keep size 1, in float32 or float64."""
+    """Sums over `dims`, which keep size 1. The result is float32, or float64 for float64 values."""
     if a.dtype == torch.bfloat16 and a.device.type == "cpu":
-        # this sum accumulates in float32 as well; with dtype=float32 torch would first convert a copy of `a`
+        # torch accumulates this sum in float32, too; with dtype=float32, it would first convert a copy of `a`
         return a.sum(dims, keepdim=True).float()
     return a.sum(dims, keepdim=True, dtype=torch.promote_types(a.dtype, torch.float32))
 
 
 def inverse(sums: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
-    """1 / (sums + epsilon) in `dtype`. It overwrites `sums`, which is float32 or float64, so that epsilon counts."""
-    if torch.compiler.is_exporting():  # scaled, because optimizers of ONNX graphs take an addend below 1e-8 for 0
+    """Returns 1 / (sums + epsilon) in `dtype`, and overwrites `sums`, which must be float32 or float64.
+
+    In float16, epsilon would be 0.
+    """
+    if torch.compiler.is_exporting():  # scaled, because optimizers of ONNX graphs replace an addend below 1e-8 by 0
         sums, epsilon = sums * EXPORT_SCALE, epsilon * EXPORT_SCALE
         result = sums.add(epsilon).reciprocal().mul(EXPORT_SCALE)
     else:
         result = sums.add_(epsilon).reciprocal_()
-    if dtype == torch.float16:  # an all-zero row would give inf, and inf * 0 = nan
+    if dtype == torch.float16:  # limited, because an all-zero row would give inf, and inf * 0 = nan
         result = result.clamp_(max=6e4)  # float16 ends at 65504
     return result.to(dtype)
 
 
 def _normalized_gradient(gradient: Tensor, y: Tensor, inverse: Tensor, dims: Dims) -> Tensor:
-    """The gradient of a: r (dy - sum(dy y)), where dy is `gradient`, r is `inverse`, and the sum is over `dims`."""
+    """Returns the gradient r (dy - sum(dy y)) of a, where y = a r, dy is `gradient`, and r is `inverse`.
+
+    The sum is over `dims`.
+    """
     product = gradient * y
     return torch.sub(gradient, total(product, dims).to(y.dtype), out=product).mul_(inverse)
 
 
 def _signed_gradient(positive: Tensor, above: Tensor, negative: Tensor, below: Tensor) -> Tensor:
-    """The gradient of M: `positive` where `above` > 0, minus `negative` where `below` > 0."""
-    relu_gradient = torch.ops.aten.threshold_backward  # one pass, where a comparison and a product would be two
+    """Returns the gradient of M: `positive` where `above` > 0, minus `negative` where `below` > 0."""
+    relu_gradient = torch.ops.aten.threshold_backward  # takes one pass over memory, not a comparison and a product
     return relu_gradient(positive, above, 0).sub_(relu_gradient(negative, below, 0))
 
 
 class StaticWeights(torch.autograd.Function):
-    """Forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
+    """Computes forward and backward weights of the positive stream, then of the negative one, from M: all (B, L, E).
 
-    Forward weights are normalized over the tokens L where the mask (B, L, 1) is 1. Elsewhere they are 0. Backward
-    weights are normalized in each group of E and divided by the number of groups. As in the reference, they are not
-    masked. The streams are computed one after the other, because the tensors are large and their gradients come one
-    after the other.
+    Forward weights are normalized over the tokens L where the mask (B, L, 1) is 1. Elsewhere the weights are 0.
+    Backward weights are normalized in each group of E and divided by the number of groups. As in the reference,
+    backward weights are not masked. Each stream has tensors of its own, because they are large and their gradients
+    arrive separately.
     """
 
     @staticmethod
@@ -496,7 +505,7 @@ class StaticWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         results, inverses = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
-            # masked before the product, because the product overflows at padding in float16
+            # masked before it is multiplied by the inverse, because float16 could overflow at padding
             masked = part if valid_mask is None else part * valid_mask
             inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
             results.append(masked * inverses[-1])
@@ -522,7 +531,7 @@ class StaticWeights(torch.autograd.Function):
                 da *= valid_mask
             split = (x.split(ctx.groups, -1) for x in (da, gradients[2 * stream + 1], backward))
             for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
-                # here y is a r divided by the number of groups, `count`, so that the sum is taken over count * y
+                # y is a r / count here, where `count` is the number of groups, so that the sum is taken over count * y
                 product = gradient * y
                 shift = total(product, -1).to(y.dtype)
                 part += torch.sub(gradient, shift, alpha=count, out=product).mul_(group_inverse)
@@ -531,11 +540,11 @@ class StaticWeights(torch.autograd.Function):
 
 
 class DynamicWeights(torch.autograd.Function):
-    """Forward and backward weights (2, B, s, N_E, t) of M (B, s, N_E, t).
+    """Computes forward and backward weights (2, B, s, N_E, t) from M (B, s, N_E, t).
 
     Forward weights are normalized over t where `forward_mask` is 1. Backward weights are normalized over (s, N_E) where
-    `backward_mask` is 1. Elsewhere both are 0. The masks broadcast to M; either both are None, or none is. One tensor
-    has both streams, because the tensors are small, so that the number of operations decides the time.
+    `backward_mask` is 1. Elsewhere both are 0. The masks broadcast to M, and are either both given or both None. Both
+    streams are in one tensor, because these tensors are small, so that fewer operations take less time.
     """
 
     @staticmethod

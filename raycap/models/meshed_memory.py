@@ -3,17 +3,17 @@
 Shapes: B images, N image tokens, C feature width, K captions per image, R = B*K rows, T caption tokens, D width,
 H heads, L encoder levels that a decoder layer attends to, M memory slots, V vocabulary.
 
-Layers are post-norm, LN(x + dropout(sublayer(x))). Where the paper and its reference differ, this is the reference:
+Layers are post-norm, LN(x + dropout(sublayer(x))). Where paper and reference differ, this file follows the reference:
 
 - The AddNorm of equation 9 is inside each cross-attention, c_i = LN(s + dropout(C(X_i, s))), with one module and one
-  norm for all levels. Their sum z = sum of a_i * c_i / sqrt(levels) has neither residual nor norm.
-- Every weight of two or more dimensions is drawn Xavier-uniform, also memories and feed-forward. (The paper draws
-  memories normal and feed-forward as He.) A memory counts as one map from M * D to D.
+  norm for all levels. The gated sum of the levels, z = sum of a_i * c_i / sqrt(levels), has neither residual nor norm.
+- Every weight of two or more dimensions is drawn Xavier-uniform, also memory slots and feed-forward layers. (The paper
+  draws slots from a normal distribution, feed-forward as He et al.) The slots count as one map from M * D to D.
 
-This differs from the reference in three ways:
+This file differs from the reference in three ways:
 
 - Padded image tokens are masked by their lengths, in the encoder and in cross-attention. The reference masks rows that
-  are exactly 0 after its first LayerNorm, and padding never is.
+  are exactly 0 after its first LayerNorm, but padding never is, so that padding is not masked there.
 - New models have sinusoidal positions, as the paper says. The reference draws a frozen table at random, which an
   imported checkpoint contains.
 - Projected keys and values are cached between steps.
@@ -21,9 +21,9 @@ This differs from the reference in three ways:
 PAD after a caption needs no mask, because the output at a token depends only on the tokens up to it.
 
 The paper does not give the details of its baselines. Here, softmax gates are a softmax over the levels for each
-channel, and the scale stays. "one_to_one" and "last" attend to one level, without gate and scale. Attention on
-attention replaces the output map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] + b_g), where v are the
-attended values and q is the input of the queries.
+channel, and the sum is still divided by sqrt(levels). "one_to_one" and "last" attend to one level, without gate and
+scale. Attention on attention replaces the output map of every attention by (W_i [v, q] + b_i) * sigmoid(W_g [v, q] +
+b_g), where v are the attended values and q is the input of the queries.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class MemoryAttention(SelfAttention):
         super().init_weights()
         if self.num_slots:
             for memory in (self.memory_keys, self.memory_values):
-                nn.init.xavier_uniform_(memory[None])  # as (1, M, D), which the reference has: fans of M * D and D
+                nn.init.xavier_uniform_(memory[None])  # (1, M, D) as in the reference, so that fans are M * D and D
 
     def forward(self, x: Tensor, valid_mask: Tensor | None = None) -> Tensor:
-        """The mixed tokens (B, N, D) from x (B, N, D); valid_mask (B, N) is True at valid tokens, or None."""
+        """Mixes the tokens x (B, N, D). valid_mask: (B, N), True at valid tokens; None if all are valid."""
         query, key, value = self.project(x)
         if self.num_slots:
             scale = math.sqrt(query.shape[-1])
@@ -93,25 +93,25 @@ class MemoryAttention(SelfAttention):
         return self.out_proj(merge_heads(mixed), x)
 
     def _scaled_slots(self, memory: Tensor, scale: float, like: Tensor) -> Tensor:
-        """`memory` (M, D) times `scale` as (B, H, M, D / H), in the dtype that autocast gave the projections `like`."""
+        """Returns `memory` (M, D) times `scale` as (B, H, M, D / H), with the dtype and batch size of `like`."""
         slots = split_heads(memory[None] * scale, self.num_heads)
         return slots.to(like.dtype).expand(like.shape[0], -1, -1, -1)
 
 
 class LevelAttention(CrossAttention):
-    """Cross-attention to several encoder levels with the same weights for all levels."""
+    """Cross-attention to several encoder levels, with the same weights for all levels."""
 
     def __init__(self, config: MeshedMemoryConfig) -> None:
         super().__init__(config.d_model, config.num_heads, config.attention == "on_attention")
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D): once per image."""
+        """Computes keys and values (B, L, H, N, D / H) of image tokens (B, L, N, D), once per image."""
         levels = states.shape[1]
         keys, values = super().project(states.flatten(0, 1))
         return keys.unflatten(0, (-1, levels)), values.unflatten(0, (-1, levels))
 
     def forward(self, x: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """The attended values (R, L, T, D) for queries from x (R, T, D) and the keys and values of B images."""
+        """Attends from x (R, T, D) to the keys and values of B images, at each level. Returns (R, L, T, D)."""
         length, width = x.shape[1:]
         images, levels = key.shape[:2]
         query = split_heads(self.query(x).view(images, -1, width), self.num_heads)  # (B, H, K*T, D / H)
@@ -125,7 +125,7 @@ class LevelAttention(CrossAttention):
 
 
 class MeshedAttention(nn.Module):
-    """Equations 6 to 8 over the levels that a layer attends to, with AddNorm for each. A single level has no gate."""
+    """Equations 6 to 8 over the levels of a layer, with AddNorm at each level, and gates for "meshed"."""
 
     def __init__(self, config: MeshedMemoryConfig, levels: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class MeshedAttention(nn.Module):
             nn.init.xavier_uniform_(cast(nn.Linear, gate).weight)
 
     def forward(self, s: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """The result (R, T, D) for the decoder's states s (R, T, D) and keys and values (B, L, H, N, D / H)."""
+        """Returns (R, T, D) for the decoder's states s (R, T, D), and keys and values (B, L, H, N, D / H)."""
         results = self.norm(s[:, None] + self.dropout(self.attention(s, key, value, bias)))  # (R, L, T, D)
         if not self.gates:
             return results[:, 0]
@@ -165,7 +165,7 @@ class MeshedEncoderLayer(Layer):
 
 
 class MeshedDecoderLayer(DecoderLayer):
-    """Layer `index` of the decoder. `levels` are the encoder levels that it attends to."""
+    """Layer `index` (from 0) of the decoder. levels: the slice of encoder levels that the layer attends to."""
 
     def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
         super().__init__(config, pre_norm=False)
@@ -182,7 +182,7 @@ class MeshedDecoderLayer(DecoderLayer):
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
 
     def project(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, L, H, N, D / H) of those levels in `states` (B, levels, N, D) that this layer reads."""
+        """Computes keys and values (B, L, H, N, D / H) of this layer's levels in `states` (B, levels, N, D)."""
         return self.meshed.attention.project(states[:, self.levels])
 
     def mix(self, y: Tensor, *context: object) -> Tensor:
@@ -196,10 +196,10 @@ class MeshedDecoderLayer(DecoderLayer):
 
 
 def with_padding(features: Features, count: int) -> Features:
-    """Features with `count` tokens per image, of which the last are zeros. Raises ValueError for more regions."""
+    """Returns features with `count` tokens per image, padded with zeros. Raises ValueError for more regions."""
     tokens, lengths = features.tokens, features.lengths
     most = tokens.shape[1]
-    if most > count and lengths is not None:  # only then is the GPU asked, which takes time
+    if most > count and lengths is not None:  # lengths are read only if needed, because reading waits for the GPU
         most = int(lengths.max())
         tokens = tokens[:, :count]
     if most > count:
@@ -225,13 +225,13 @@ class MeshedMemoryTransformer(EncoderDecoder):
         self.input_dropout = Dropout(config.dropout)
         self.encoder = layer_list(MeshedEncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.token_embedding = token_embedding(config, sizes)
-        # positions of words start at 1, because the reference uses position 0 for padding
+        # words have positions from 1 on, because the reference uses position 0 for padding
         self.register_buffer("positions", sinusoids(sizes.max_positions, config.d_model, first=1))
         self.decoder = layer_list(MeshedDecoderLayer(config, index) for index in range(config.num_decoder_layers))
         self.lm_head = lm_head(config, sizes, self.token_embedding, bias=False)
 
     def init_weights(self) -> None:
-        """Draws weights as this file's docstring says. Biases of attention and gates are 0, others as PyTorch's."""
+        """Draws weights as this file's docstring says. Attention and gates get biases of 0; others keep PyTorch's."""
         super().init_weights()
         for name, parameter in self.named_parameters():
             if re.search(r"\.(in_proj|out_proj|query|key_value|gates\.\d+)\.bias$", name):

@@ -1,1 +1,1 @@
-"""Weights and graphs in the forms of other programs."""
+"""Conversion of weights from other programs' checkpoints, and of models to graphs for export."""

@@ -1,8 +1,8 @@
 """A captioner as two functions of tensors, which can be exported: an encoder, and one step of the decoder.
 
 The encoder computes once what all steps need of the images: the keys and values of each decoder layer's
-cross-attention, and a bias if images have padding. A step reads them and the decoder's cache. It returns
-log-probabilities, and the cache with one more token.
+cross-attention, and a bias if images have padding. A step reads this result and the decoder's cache, and returns
+log-probabilities and the cache with one more token.
 
 Shapes: B images, K beams per image, R = B*K rows (row b*K+k is beam k of image b), P rows of the step before,
 t tokens in the cache before the step, N image tokens, V vocabulary.
@@ -24,14 +24,14 @@ from raycap.models.clustformer import ClusterCache, ClustFormer, MaskTokenClustF
 from raycap.models.decoding.cache import RowSlots, TreeCache
 from raycap.models.layers import EncoderDecoder, cross_bias
 
-# Sizes of the example tensors. All differ, so that the exporter cannot mistake one dimension for another. None is 0 or
-# 1, because torch.export would take these for constants.
+# Sizes of the example tensors. All sizes differ, so that the exporter cannot mistake one dimension for another. No size
+# is 0 or 1, because torch.export would take these sizes for constants.
 IMAGES, BEAMS, CACHED_ROWS, LENGTH, IMAGE_TOKENS = 2, 3, 5, 4, 7
 
 
 @dataclass(frozen=True)
 class GraphTensor:
-    """An input of a graph. dims: the names of the dimensions whose sizes may differ from the example's."""
+    """An input or output of a graph. dims: names for the dimensions whose sizes may differ from the example's."""
 
     name: str
     example: Tensor
@@ -41,9 +41,9 @@ class GraphTensor:
 class EncoderGraph(nn.Module):
     """Computes what the steps need from pixels (B, 3, H, W), or from features (B, N, C), lengths (B,) and boxes.
 
-    boxes (B, N, 4) are inputs only of models that need them. Pixels, features and boxes are float32, lengths int64. The
-    result is key_I and value_I (B, ..., H, N, D / H) for each decoder layer I. Models of features also give `bias`
-    (B, 1, 1, N), which hides the padding. Raises ValueError for a model that has no encoder and decoder layers.
+    Only models that need boxes (B, N, 4) have them as an input. Pixels, features and boxes are float32, lengths int64.
+    The result is key_I and value_I (B, ..., H, N, D / H) for each decoder layer I, and for models of features also
+    `bias` (B, 1, 1, N), which hides the padding. Raises ValueError for a model without encoder and decoder layers.
     """
 
     def __init__(self, captioner: Captioner) -> None:
@@ -55,11 +55,11 @@ class EncoderGraph(nn.Module):
 
     @property
     def max_image_tokens(self) -> int | None:
-        """The largest N of a model that pads its features to a fixed number. None means that there is no limit."""
+        """The largest N, for a model that pads its image tokens to a fixed number, or None if there is no limit."""
         return getattr(self.model.config, "attended_regions", None)
 
     def inputs(self, images: int = IMAGES, image_tokens: int = IMAGE_TOKENS) -> list[GraphTensor]:
-        """The inputs. Their examples are random (torch's default generator)."""
+        """Returns the inputs with random examples (torch's default generator)."""
         if self.captioner.backbone is not None:
             side = self.captioner.backbone.config.image_size
             return [GraphTensor("image", torch.randn(images, 3, side, side), {0: "images"})]
@@ -76,7 +76,7 @@ class EncoderGraph(nn.Module):
 
     @torch.no_grad()
     def outputs(self) -> list[GraphTensor]:
-        """The tensors of the result. A second run with another N shows which of their dimensions depend on N."""
+        """Returns the tensors of the result. Two runs that differ in N show which of their dimensions depend on N."""
         first, second = (self(*(each.example for each in self.inputs(image_tokens=count))) for count in (7, 6))
         names = [f"{kind}_{index}" for index in range(len(self.model.decoder)) for kind in ("key", "value")]
         names = [*names, "bias"][: len(first)]
@@ -94,11 +94,11 @@ class EncoderGraph(nn.Module):
 
 
 class StepGraph(nn.Module):
-    """One step: reads the newest token of each beam, and gives the log-probabilities of the words after it.
+    """One decoding step: reads the newest token of each beam, and returns log-probabilities of the next words.
 
     The inputs are tokens (B, K), parents (B, K), the encoder's result, and the cache, whose tensors are (P, t, ...).
-    A parent is the row of the cache that the beam continues. Before the first step, the cache has B rows of 0 tokens.
-    The results are log-probabilities (B, K, V) in float32, and the new cache, whose tensors are (R, t + 1, ...).
+    A beam's parent is the row of the cache that the beam continues. Before the first step, the cache has B rows of 0
+    tokens. The results are log-probabilities (B, K, V) in float32, and the new cache with tensors (R, t + 1, ...).
     """
 
     def __init__(self, encoder: EncoderGraph) -> None:
@@ -108,7 +108,7 @@ class StepGraph(nn.Module):
 
     @torch.no_grad()
     def _find_cache(self) -> list[GraphTensor]:
-        """The tensors of the cache. Two steps are run; dimensions that differ between them grow with each step."""
+        """Returns the tensors of the cache. Two steps are run to find the dimensions that grow with each step."""
         tokens, memory = torch.zeros(IMAGES, 1, dtype=torch.int64), [each.example for each in self.memory]
         _, first = self._step(tokens, memory, {})
         _, second = self._step(tokens, memory, first)
@@ -121,8 +121,8 @@ class StepGraph(nn.Module):
         return found
 
     def inputs(self) -> list[GraphTensor]:
-        """The inputs with examples."""
-        beams = [  # two different tensors, because the exporter would make one input of the same one
+        """Returns the inputs with examples."""
+        beams = [  # each has a tensor of its own, because the exporter would join inputs that share a tensor
             GraphTensor(name, torch.zeros(IMAGES, BEAMS, dtype=torch.int64), {0: "images", 1: "beams"})
             for name in ("tokens", "parents")
         ]
@@ -143,7 +143,7 @@ class StepGraph(nn.Module):
     def _step(
         self, tokens: Tensor, memory: list[Tensor], cached: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Log-probabilities (B, K, V) and the new cache. cached: by name; {} before the first step."""
+        """Returns log-probabilities (B, K, V) and the new cache by name. cached: {} before the first step."""
         num_layers, rows = len(self.model.decoder), tokens.numel()
         slots = [
             RowSlots(
@@ -166,7 +166,7 @@ class StepGraph(nn.Module):
         return log_probs.unflatten(0, tuple(tokens.shape)), new
 
     def _with_clusters(self, cache: TreeCache, cached: Mapping[str, Tensor]) -> TreeCache:
-        """The cache of a step. For Ada-ClustFormer, `cached` also has the sums and rows of its clusters' matrix C."""
+        """Returns the cache of a step. For Ada-ClustFormer, the cache also has the sums and rows of C in `cached`."""
         if not isinstance(self.model, ClustFormer) or isinstance(self.model, MaskTokenClustFormer):
             return cache
         key = cache.cross[0][0]
@@ -178,6 +178,6 @@ class StepGraph(nn.Module):
 
 
 def _changed(first: Tensor, second: Tensor, name: str) -> dict[int, str]:
-    """{dimension: name} for the dimensions in which the sizes of two tensors differ, without dimension 0."""
+    """Returns {dimension: name} for the dimensions, except 0, in which the sizes of two tensors differ."""
     pairs = zip(first.shape, second.shape, strict=True)
     return {index: name for index, (one, other) in enumerate(pairs) if index and one != other}

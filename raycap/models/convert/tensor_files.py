@@ -1,4 +1,4 @@
-"""Files of tensors that others wrote. The sizes that a file states are compared with its own before it takes memory."""
+"""Reads files of tensors that others wrote. What a file claims is compared with its size before memory is used."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# The bytes that loading a PyTorch file may take, in addition to 4 times its size. Without this limit, a pickle of 100
-# kB could copy a dictionary a thousand times with the classes that `weights_only` allows.
+# Loading a PyTorch file may take these bytes and 4 times its size. Without a limit, a pickle of 100 kB could copy a
+# dictionary a thousand times by the classes that `weights_only` allows.
 LOADING_BYTES = 4 * 2**30
 MAX_REASON = 300
-MAX_HEADER_BYTES = 2**20  # of a safetensors file; Swin-L with ExpansionNet v2 has 0.05 MB
+MAX_HEADER_BYTES = 2**20  # of a safetensors file; the header of Swin-L with ExpansionNet v2 has 0.05 MB
 
 
 class _Ignored:
-    """Replaces the NumPy objects of a training checkpoint (random states, scores), whose content is not read."""
+    """Takes the place of NumPy objects in a training checkpoint (random states, scores), so that they are not read."""
 
     def __init__(self, *arguments: object) -> None: ...
 
     def __setstate__(self, state: object) -> None: ...
 
 
-# NumPy renamed its package `core` to `_core`; checkpoints contain either name
+# both names of a NumPy package, because NumPy has renamed `core` to `_core`, and checkpoints contain either
 _NUMPY_NAMES = [f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")]
 _NUMPY_NAMES += ["numpy.ndarray", "numpy.dtype"]
 
 
 def check_file(path: Path, module: nn.Module) -> None:
-    """Raises ValueError unless a safetensors file has the tensors of a module, by its header, and fits into memory."""
+    """Raises ValueError unless a safetensors file has the module's tensors (by its header) and fits into memory."""
     try:
         _require_memory(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
-        # only the header is read: by NumPy, because torch would map the whole file as private memory
+        # only the header is read; with "pt" instead of "numpy", the whole file would be mapped as private memory
         with safe_open(path, "numpy") as content:
             parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - it is no dictionary
         state = {}
@@ -57,11 +57,11 @@ def check_file(path: Path, module: nn.Module) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: a safetensors file, or a PyTorch file read with `weights_only` (no code in it runs).
+    """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 
-    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of such a training
+    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of a training
     checkpoint (optimizer, scheduler, random states) is left out. Raises ValueError for any other content, for a file
-    that this machine could not load, and for one that contains more than its size.
+    that this machine could not load, and for a file whose content claims to be larger than the file.
     """
     try:
         _require_memory(path)
@@ -107,9 +107,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _require_memory(path: Path) -> None:
-    """Raises ValueError for a file that cannot be loaded twice: into the tensors and from them into the model."""
+    """Raises ValueError for a file that does not fit into memory twice, as tensors and as the model's weights."""
     status, memory = path.stat(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
+    if not stat.S_ISREG(status.st_mode):  # refused, because opening a pipe would wait for its writer
         raise ValueError("it is not a regular file")
     if 2 * status.st_size > memory:
         raise ValueError(
@@ -119,7 +119,7 @@ def _require_memory(path: Path) -> None:
 
 @contextmanager
 def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Lets this process map at most `num_bytes` in addition within the context. More raises MemoryError. Linux only."""
+    """Lets this process map at most `num_bytes` more in the context, on Linux. Mapping more raises MemoryError."""
     status = Path("/proc/self/statm")
     if not status.exists():
         yield
@@ -134,10 +134,10 @@ def _limited_memory(num_bytes: int) -> Iterator[None]:
 
 
 def _require_plain_records(path: Path) -> None:
-    """Raises ValueError for a zip file whose records unpack to more than the file. torch never compresses records."""
+    """Raises ValueError if a zip file unpacks to more than its own size, because torch never compresses records."""
     with path.open("rb") as file:
         if file.read(2) != b"PK":
-            return  # torch's older format, which has no compression
+            return  # torch's older format is no zip file and has no compression
     with zipfile.ZipFile(path) as archive:
         unpacked, size = sum(record.file_size for record in archive.infolist()), path.stat().st_size
     if unpacked > size:
@@ -145,9 +145,9 @@ def _require_plain_records(path: Path) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The kind of an error and its message in one line, without torch's advice to turn `weights_only` off.
+    """Returns the kind of an error and its message in one line, without torch's advice to turn `weights_only` off.
 
-    The message is cut to MAX_REASON characters, because it may quote a name in a stranger's file.
+    The message is cut to MAX_REASON characters, because it may quote a long name from a stranger's file.
     """
     text = " ".join(str(error).split())[:MAX_REASON]
     if type(error) is ValueError:
@@ -156,7 +156,7 @@ def reason_of(error: Exception) -> str:
 
 
 def name_problems(expected: Set[str], given: Set[str]) -> str:
-    """What a message says about missing and unknown names in a checkpoint. Empty if all names are as expected."""
+    """Describes missing and unknown names in a checkpoint for a message. Returns "" if all names are as expected."""
     missing, unknown = expected - given, given - expected
     problems = [f"lacks {min(missing)[:MAX_REASON]!r} ({len(missing)} missing)"] if missing else []
     problems += [f"has {min(unknown)[:MAX_REASON]!r} ({len(unknown)} unknown)"] if unknown else []
@@ -164,7 +164,7 @@ def name_problems(expected: Set[str], given: Set[str]) -> str:
 
 
 def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
-    """Raises ValueError unless names, shapes and kinds of numbers are the module's. what: the name of `state`."""
+    """Raises ValueError unless `state` has the names, shapes and number kinds of `module`. what: its name in errors."""
     expected = module.state_dict()
     problems = name_problems(expected.keys(), state.keys())
     if problems:
@@ -180,7 +180,7 @@ def check_fits(module: nn.Module, state: Mapping[str, Tensor], what: str) -> Non
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
-    """Loads a state dict. Raises ValueError as `check_fits`, and for weights that are not finite."""
+    """Loads a state dict. Raises ValueError where `check_fits` does, and for weights that are not finite."""
     check_fits(module, state, what)
     for name, tensor in module.state_dict().items():
         if tensor.is_floating_point() and not bool(state[name].to(tensor.dtype).isfinite().all()):

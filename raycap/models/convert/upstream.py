@@ -1,10 +1,10 @@
 """Conversion of upstream checkpoints (ExpansionNet v2, Swin, the Meshed-Memory Transformer) to our names and shapes.
 
-The references have a weight for each linear layer. Here the linear layers that read the same input share one weight,
-whose row blocks are in the order of the tables below.
+The references have a weight for each linear layer. Here linear layers that read the same input share one weight, whose
+row blocks are in the order of the tables below.
 
-The Meshed-Memory Transformer's table of positions is not trained but drawn at random, so that it must come from the
-checkpoint. Its first row, which belongs to padding, is left out, and so are the empty buffers `running_*`.
+The Meshed-Memory Transformer's table of positions must come from the checkpoint, because it was drawn at random. Its
+first row, which belongs to padding, is left out. The empty buffers `running_*` are left out, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from raycap.models.convert.tensor_files import name_problems
 PUBLISHED_HEADS = 8
 PUBLISHED_WIDTH = 512
 SWIN_PREFIX = "swin_transf."
-MESHED_REGIONS = 50  # to which the Meshed-Memory reference pads each image
+MESHED_REGIONS = 50  # the number of regions to which the Meshed-Memory reference pads each image
 
-# our linear layers and norms, and those of the references
+# the names of our linear layers and norms, with those of the references whose rows they join
 _FEED_FORWARD = {"feed_forward.inner": "ff.linear_1", "feed_forward.outer": "ff.linear_2"}
 _ENCODER_LAYER = {
     "mixer.in_proj": "stc_exp.key_embed stc_exp.class_a_embed stc_exp.class_b_embed stc_exp.selector_embed",
@@ -67,7 +67,7 @@ _MESHED_DECODER_LAYER = {
 
 
 def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> dict[str, tuple[str, ...]]:
-    """The upstream names for each of our weights and biases, from a table of layers and the prefixes of the names."""
+    """Returns the upstream names for each of our weights and biases, from a table of layers and the names' prefixes."""
     return {
         f"{ours}{layer}.{part}": tuple(f"{theirs}{name}.{part}" for name in names.split())
         for layer, names in table.items()
@@ -76,7 +76,7 @@ def linear_names(table: Mapping[str, str], ours: str = "", theirs: str = "") -> 
 
 
 def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
-    """For each parameter of our ExpansionNet v2, the upstream parameters whose rows it consists of, in order."""
+    """Returns, for each parameter of our ExpansionNet v2, the upstream parameters whose rows it joins, in order."""
     names = linear_names({"input": "input_linear", "lm_head": "vocab_linear"})
     for side in ("encoder", "decoder"):
         names |= linear_names({"map": "reduce_group", "norm": "reduce_norm"}, f"{side}_sum.", f"{side[:3]}_")
@@ -95,9 +95,9 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
 def join_rows(
     tensors: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]], what: str, config: ModelConfig
 ) -> dict[str, Tensor]:
-    """Our tensors. `names` gives the upstream tensors whose rows make each of them.
+    """Builds our tensors. names: for each tensor, the upstream tensors whose rows it joins.
 
-    Raises ValueError for missing or unknown names and for other shapes. what: the system, for the message.
+    what: the system's name for messages. Raises ValueError for missing or unknown names, and for rows that do not fit.
     """
     expected = {name for parts in names.values() for name in parts}
     problems = name_problems(expected, tensors.keys())
@@ -120,7 +120,7 @@ def join_rows(
 
 @dataclass(frozen=True)
 class Inferred:
-    """The settings and sizes that follow from an upstream captioner's tensors. Groups and heads do not follow."""
+    """The settings and sizes that an upstream captioner's tensors show, which are all but the groups and heads."""
 
     model: Values
     feature_width: int
@@ -130,7 +130,7 @@ class Inferred:
 
 
 def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 2) -> tuple[int, ...]:
-    """The shape of a tensor. Raises ValueError if the tensor is missing or empty, or has another number of axes."""
+    """Returns a tensor's shape. Raises ValueError if the tensor is missing or empty, or has another number of axes."""
     if name not in tensors:
         raise ValueError(f"the checkpoint is no {system}: it has no {name!r} among {len(tensors)} tensors")
     shape = tuple(tensors[name].shape)
@@ -140,12 +140,12 @@ def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 
 
 
 def count_layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    """The number of layers whose names are the prefix and a number."""
+    """Counts the layers whose names are the prefix and a number."""
     return len({name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)})
 
 
 def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
-    """The settings that the shapes give. Raises ValueError for tensors that are no ExpansionNet v2."""
+    """Infers the settings from the shapes. Raises ValueError if the tensors are not those of an ExpansionNet v2."""
     shape = partial(shape_of, tensors, "ExpansionNet v2")
     width, features = shape("input_linear.weight")
     return Inferred(
@@ -164,7 +164,7 @@ def infer_expansionnet(tensors: Mapping[str, Tensor]) -> Inferred:
 
 
 def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values:
-    """The checkpoint's settings and the user's. Raises ValueError if they contradict, or if the heads are not known."""
+    """Joins the checkpoint's and the given settings. Raises ValueError if they differ, or if the heads are unknown."""
     known = inferred.model | {"max_positions": inferred.max_positions}
     for key, value in given.items():
         if key in known and value is not None and read_number(value) != known[key]:
@@ -180,7 +180,7 @@ def complete_settings(inferred: Inferred, given: Mapping[str, object]) -> Values
 
 
 def meshed_memory_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]]:
-    """For each of our tensors, the upstream tensors whose rows it consists of, in order."""
+    """Returns, for each tensor of our Meshed-Memory Transformer, the upstream tensors whose rows it joins, in order."""
     names = linear_names({"input": "encoder.fc", "input_norm": "encoder.layer_norm"})
     names["token_embedding.weight"] = ("decoder.word_emb.weight",)
     names["lm_head.weight"] = ("decoder.fc.weight",)
@@ -198,7 +198,7 @@ def meshed_memory_names(config: MeshedMemoryConfig) -> dict[str, tuple[str, ...]
 
 
 def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryConfig) -> dict[str, Tensor]:
-    """The upstream tensors under our names. Raises ValueError for missing and unknown keys."""
+    """Converts the upstream tensors to our names and shapes. Raises ValueError for missing and unknown names."""
     weights = {name: tensor for name, tensor in tensors.items() if ".running_" not in name}
     state = join_rows(weights, meshed_memory_names(config), "a Meshed-Memory Transformer", config)
     state["positions"] = state["positions"][1:]
@@ -209,10 +209,10 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:
-    """The settings that the shapes give. Raises ValueError for tensors that are no Meshed-Memory Transformer."""
+    """Infers the settings from the shapes. Raises ValueError if the tensors are not a Meshed-Memory Transformer's."""
     shape = partial(shape_of, tensors, "Meshed-Memory Transformer")
     width, features = shape("encoder.fc.weight")
-    shape("decoder.layers.0.fc_alpha1.weight")  # checks that the first gate is present
+    shape("decoder.layers.0.fc_alpha1.weight")  # raises ValueError if there is no gate
     memory = "encoder.layers.0.mhatt.attention.m_k"
     return Inferred(
         model={

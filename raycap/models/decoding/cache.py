@@ -1,7 +1,7 @@
 """The decoder's cache between steps: a tree of slots that the beams of an image share.
 
 A slot has the cached tensors of one token. Each step adds one slot per beam. The tokens of a beam are a path of slots,
-whose numbers are in `ancestors`. When a search keeps other beams, only this small table of numbers is reordered, and no
+whose numbers are in `ancestors`. When a search replaces beams, only this small table of numbers is reordered, and no
 slot is copied. Products are computed for all slots of an image. Each beam then picks the results of the slots on its
 path.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from raycap.models.base import Cache
 from raycap.models.dropout import CaptionMasks
 
-INITIAL_STEPS = 20  # room for the steps of most captions; it is doubled for longer ones
+INITIAL_STEPS = 20  # enough for most captions; the room is doubled for longer ones
 
 
 class TreeSlots:
@@ -27,17 +27,17 @@ class TreeSlots:
 
     def __init__(self, beams: int) -> None:
         self.beams = beams
-        self.count = 0  # slots so far, including those of the current step
+        self.count = 0  # number of slots so far, including those of the current step
         self.cached: dict[str, Tensor] = {}
 
     def allocate(
         self, name: str, shape: tuple[int, ...], like: Tensor, length: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns a view of the current step's slots (G, B, K, ...) for the caller to fill, and one of all slots.
+        """Returns a view of the current step's slots for the caller to fill, and a view of all slots.
 
-        The view of all slots is (G, B, slots, ...). `shape` is (G, B, K, ...); dtype and device are those of `like`. If
-        `length` is given, both views get one more dimension of this size, the positions up to the current step. A slot
-        has 0 at the positions after its step.
+        The views are (G, B, K, ...), which is `shape`, and (G, B, slots, ...), with dtype and device of `like`. If
+        `length` is given, both views have a last dimension of this size for the positions up to the current step, and a
+        slot is 0 at the positions after its own step.
         """
         cached = self.cached.get(name)
         if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
@@ -54,7 +54,7 @@ class TreeSlots:
         return all_slots
 
     def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
-        """A larger tensor that begins with the content of `old`. Its size doubles, so that copies are rare."""
+        """Returns a larger tensor that begins with the content of `old`. The size doubles, so that copies are rare."""
         steps = INITIAL_STEPS
         while steps * self.beams < self.count or steps < (length or 0):
             steps *= 2
@@ -65,7 +65,7 @@ class TreeSlots:
         return grown
 
     def keep_images(self, index: Tensor) -> None:
-        """Drops all images whose indices are not in `index` (int64)."""
+        """Keeps only the images with the indices `index` (int64)."""
         self.cached = {name: cached.index_select(1, index) for name, cached in self.cached.items()}
 
 
@@ -73,7 +73,7 @@ class RowSlots(TreeSlots):
     """The slots of one layer for R captions that share no slots: R "images" with one beam each.
 
     Every step makes new tensors instead of writing into old ones, so that a step can be exported as a graph that maps
-    tensors to tensors. cached: the slots of the earlier steps; empty before the first step.
+    tensors to tensors. cached: the slots of earlier steps, or {} before the first step.
     """
 
     def __init__(self, cached: dict[str, Tensor]) -> None:
@@ -81,17 +81,17 @@ class RowSlots(TreeSlots):
         self.cached = cached
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """See `TreeSlots.append`, for new (1, R, 1, ...)."""
+        """Does what `TreeSlots.append` does, for new (1, R, 1, ...)."""
         return self.append_rows(name, new[0, :, 0])[None]
 
     def append_rows(self, name: str, new: Tensor) -> Tensor:
-        """All slots of each row with the new one last, (R, slots, ...), from new (R, ...)."""
+        """Adds a slot `new` (R, ...) to each row. Returns all slots (R, slots, ...), the new one last."""
         old = self.cached.get(name)
         self.cached[name] = new[:, None] if old is None else torch.cat((old, new[:, None]), 1)
         return self.cached[name]
 
     def append_by_position(self, name: str, new: Tensor) -> Tensor:
-        """As `append_rows`, for `new` (R, ..., slots) with a value for each position.
+        """Does what `append_rows` does, for `new` (R, ..., slots) with a value for each position.
 
         Older slots get the value 0 at the new position.
         """
@@ -102,23 +102,23 @@ class RowSlots(TreeSlots):
 
 
 def _select_images(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, ...) of the images in `index`, in the same memory layout: a transposed tensor stays transposed."""
+    """Returns x (B, ...) for the images in `index`. The memory layout stays: a transposed tensor remains transposed."""
     return x.index_select(0, index) if x.is_contiguous() else x.mT.index_select(0, index).mT
 
 
 @dataclass
 class TreeCache(Cache):
-    """Slots of every layer, the cross-attention keys and values of every layer, and the beams' paths."""
+    """The slots and the cross-attention keys and values of every layer, and the beams' paths through the slots."""
 
     images: int
     beams: int
     cross: list[tuple[Tensor, Tensor]]  # keys and values of each layer, (B, H, N, D / H)
-    bias: Tensor | None  # (B, 1, 1, N), 0 at image tokens and -1e4 at padding; None without padding
+    bias: Tensor | None  # (B, 1, 1, N), 0 at image tokens and -1e4 at padding, or None if nothing is padded
     layers: list[TreeSlots]
     ancestors: Tensor  # (B, K, t), the slots on each beam's path
     length: int = 0
-    count: int = 0  # slots so far
-    masks: CaptionMasks | None = None  # masks of dropout that the teacher-forced pass uses, too
+    count: int = 0  # number of slots so far
+    masks: CaptionMasks | None = None  # dropout masks that the teacher-forced pass uses, too
 
     def advance(self) -> None:
         """Begins a step: adds a new slot to the path of each beam."""

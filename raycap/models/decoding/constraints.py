@@ -1,10 +1,10 @@
 """Constrained beam search (Anderson, Fernando, Johnson, Gould 2017): captions that must contain given words.
 
-It works with every model. A constraint is a set of alternatives, each of one or more consecutive words. A caption
-satisfies the constraint if it contains one of them. The constraints of an image become a finite-state automaton, which
-reads the caption. Its state records which constraints are satisfied, and how many words of a longer alternative the
-last words match. The search has separate beams for every state, so that more probable captions do not displace one that
-comes near a rare word.
+The search works with every model. A constraint is a set of alternatives, each of one or more consecutive words. A
+caption satisfies the constraint if it contains one of them. The constraints of an image become a finite-state
+automaton, which reads the caption. The automaton's state says which constraints are satisfied, and how much of a longer
+alternative the last words match. Every state has its own beams, so that a caption with a rare word that is required
+does not have to compete with more probable captions without this word.
 
 Shapes: B images, S states, K beams per state, R = B*S*K rows, T caption tokens, V vocabulary.
 """
@@ -22,17 +22,17 @@ from torch import Tensor
 from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, check_beams, search
 
 Words = tuple[int, ...]
-Constraint = Sequence[Words]  # the alternatives
+Constraint = Sequence[Words]  # its alternatives
 
-MAX_STATES = 256  # each has beams of its own; eight constraints of single words have so many
+MAX_STATES = 256  # as many as eight constraints of single words need; each state has its own beams
 
 
 @dataclass(frozen=True)
 class ConstraintAutomaton:
-    """The finite-state automaton of one image's constraints; state 0 is the start."""
+    """The finite-state automaton of one image's constraints. State 0 is the start."""
 
     num_required: int  # number of constraints that a caption must satisfy
-    num_satisfied: tuple[int, ...]  # for each state, the number of constraints that a caption in it satisfies
+    num_satisfied: tuple[int, ...]  # for each state, how many constraints a caption in this state satisfies
     steps: tuple[dict[int, int], ...]  # for each state, the next state after each word of the constraints
     rest: tuple[int, ...]  # for each state, the next state after any other word
 
@@ -40,13 +40,14 @@ class ConstraintAutomaton:
 def build_automaton(
     constraints: Sequence[Constraint], vocabulary_size: int, at_least: int | None = None
 ) -> ConstraintAutomaton:
-    """The automaton of constraints given as word ids. A caption must satisfy `at_least` of them, or all if None.
+    """Builds the automaton of constraints that are given as word ids.
 
-    A state is the set of satisfied constraints together with the longest beginning of an alternative that the last
-    words form (Aho and Corasick 1975). Raises ValueError for an empty constraint, a word outside the vocabulary, and
-    constraints that need more than 256 states.
+    at_least: how many constraints a caption must satisfy. If it is None, a caption must satisfy all. A state is the set
+    of satisfied constraints together with the longest beginning of an alternative that the last words form (Aho and
+    Corasick 1975). Raises ValueError for an empty constraint, a word outside the vocabulary, and constraints that need
+    more than 256 states.
     """
-    phrases: dict[Words, int] = {}  # for each alternative a number, whose bit n says that it satisfies constraint n
+    phrases: dict[Words, int] = {}  # for each alternative, a bit mask of the constraints that it satisfies
     for number, alternatives in enumerate(constraints):
         if not alternatives or not all(alternatives):
             raise ValueError(f"constraint {number + 1} has no words; leave it out")
@@ -64,7 +65,7 @@ def build_automaton(
     rest: list[int] = []
 
     def state_number(satisfied: int, prefix: Words) -> int:
-        """The number of a state, which is added when it is new."""
+        """Returns the number of a state, and adds the state if it is new."""
         if (satisfied, prefix) not in states:
             if len(states) == MAX_STATES:
                 raise ValueError(
@@ -112,10 +113,10 @@ def constrained_beam_search(
     num_results: int = 1,
     rules: ScoreRules = ScoreRules(),
 ) -> ConstrainedCaptions:
-    """The `num_results` best captions of each image that satisfy its constraints, best first.
+    """Returns the `num_results` best captions of each image that satisfy its constraints, best first.
 
-    If no beam satisfies as many constraints as its automaton requires, those that satisfy the most are returned. Each
-    state has `beam_size` beams, which compete as in `beam_search`, so that the cost grows with the states of the
+    If no beam satisfies as many constraints as required, the captions that satisfy the most are returned. Each state
+    has `beam_size` beams, which compete as in `beam_search`, so that the cost grows with the number of states of the
     largest automaton. Raises ValueError unless images have one automaton each and 1 <= num_results <= beam_size.
     """
     check_beams(beam_size, num_results)
@@ -126,10 +127,10 @@ def constrained_beam_search(
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length, rules)
-    # for the states that a smaller automaton does not have, the number is -1
+    # a state that a smaller automaton does not have counts as -1 constraints, which is below every real state
     satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
     num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
-    # more constraints than required count as the required number; a beam with score -inf is no caption
+    # captions beyond the required number rank by their score alone; a beam with score -inf is no caption
     required = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
     counted = num_satisfied.clamp(max=required).masked_fill(results.scores.isneginf(), -1)
     excluded = counted < counted.amax(1, keepdim=True)
@@ -140,7 +141,7 @@ def constrained_beam_search(
 
 
 def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabulary: int, device: torch.device) -> Tensor:
-    """The next states (B, S, V); -1 for the states that a smaller automaton does not have."""
+    """Returns the next states (B, S, V) of each state and word, or -1 for states that a smaller automaton lacks."""
     table = torch.full((len(automata), states, vocabulary), -1, dtype=torch.int16)
     for image, automaton in enumerate(automata):
         for state, (steps, rest) in enumerate(zip(automaton.steps, automaton.rest, strict=True)):
@@ -151,16 +152,16 @@ def _transitions(automata: Sequence[ConstraintAutomaton], states: int, vocabular
 
 @dataclass
 class ConstrainedBeams(Beams):
-    """S*K beams per image. Those with the numbers s*K to s*K + K - 1 are in state s of the automaton."""
+    """S*K beams per image. The beams s*K to s*K + K - 1 are in state s of the image's automaton."""
 
     beam_size: int  # K
     transitions: Tensor  # the next states (B, S, V) of each state and word
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        """Adds words at `position` so that each state gets its K best beams; returns their parents (B, S*K).
+        """Adds words at `position`, so that each state gets its K best beams. Returns their parents (B, S*K).
 
-        log_probs (B*S*K, V) are those of the next word. An ended beam stays in its state. Its only continuation is PAD,
-        which costs nothing.
+        log_probs: of the next word, (B*S*K, V). An ended beam stays in its state, and continues only with PAD, which
+        has the log-probability 0.
         """
         rows, pad = self.ended.shape[1], self.sizes.pad
         log_probs = log_probs.unflatten(0, (-1, rows))
@@ -174,7 +175,7 @@ class ConstrainedBeams(Beams):
         for state in range(rows // self.beam_size):
             candidates = sums.masked_fill(target != state, -torch.inf).flatten(1)
             value, index = candidates.topk(min(self.beam_size, candidates.shape[1]), -1)
-            missing = self.beam_size - value.shape[1]  # above 0 when there are fewer candidates than beams
+            missing = self.beam_size - value.shape[1]  # above 0 if there are fewer candidates than beams
             best.append(F.pad(value, (0, missing), value=-torch.inf))
             indices.append(F.pad(index, (0, missing)))
         self.scores, chosen = torch.cat(best, 1), torch.cat(indices, 1)

@@ -1,8 +1,8 @@
 """Beam search on a GPU as a CUDA graph: the processor starts one graph in place of thousands of operations.
 
-The whole search is captured, and not one step, because a step's shapes depend on its number. A captured search cannot
-ask the GPU which captions have ended. It therefore takes all steps and keeps all images. Its captions are those of
-`beam_search`.
+The graph has the whole search and not a single step, because a step's shapes depend on its number. A captured search
+cannot ask the GPU which captions have ended, so that it takes all steps and keeps all images. The captions are the same
+as those of `beam_search`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from raycap.models.decoding.search import (
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAPHS = 4  # each keeps the memory of a search
-Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]  # names and shapes of the tensors of memories
+MAX_GRAPHS = 4  # few, because each graph keeps the memory of a search
+Shape = tuple[tuple[str, torch.Size, torch.dtype], ...]  # name, shape and dtype of each tensor in the memories
 
 
 @dataclass(frozen=True)
 class SearchGraph:
-    """A captured search: `replay` writes the results for `inputs` to `beams`."""
+    """A captured search. `replay` reads `inputs` and writes the results to `beams`."""
 
     inputs: list[Memory]
     beams: Beams
@@ -42,10 +42,10 @@ class SearchGraph:
 
 @dataclass
 class GraphedSearch:
-    """`beam_search` that captures a search at the second batch of a shape and replays it for later batches.
+    """Does what `beam_search` does, but captures the search at a shape's second batch and replays it for later batches.
 
-    The first batch of a shape is searched without a graph. So are batches of further shapes when there are MAX_GRAPHS
-    graphs, and when a capture has failed. The weights may change in place. Autocast must be the same at each call.
+    The first batch of a shape is searched without a graph. Batches of new shapes have no graph, either, once there are
+    `max_graphs` graphs or a capture has failed. Weights may change in place. Autocast must be the same at each call.
     """
 
     models: Sequence[CaptionModel]
@@ -61,7 +61,7 @@ class GraphedSearch:
         check_beams(self.beam_size, self.num_results)
 
     def __call__(self, memories: Sequence[Memory]) -> Captions:
-        """The best captions, as `beam_search` returns them."""
+        """Returns the best captions, as `beam_search` does."""
         shape = tuple(
             (name, tensor.shape, tensor.dtype)
             for memory in memories
@@ -74,7 +74,7 @@ class GraphedSearch:
                 self.graphs[shape] = captured(inputs, lambda: self._all_steps(inputs))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # an operation that cannot be captured, or another thread's
+            except RuntimeError as error:  # some operation, of the search or of another thread, prevents a capture
                 logger.warning(f"searches are not captured: {error}")
                 self.max_graphs = len(self.graphs)
         self.seen.add(shape)
@@ -91,15 +91,15 @@ class GraphedSearch:
 
     @torch.no_grad()
     def _all_steps(self, memories: Sequence[Memory]) -> Beams:
-        """The beams after all steps of a search that asks the GPU nothing."""
+        """Returns the beams after all steps of a search that never reads results from the GPU."""
         decoder = Decoder(self.models, memories, self.beam_size, self.max_length, keeps_images=True)
         beams = start_beams(decoder, self.max_length, self.rules.decoding)
         return search(decoder, beams, self.max_length, self.rules)
 
 
 def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
-    """Captures `run`, which reads `inputs`. It is run once before, so that libraries are initialized."""
-    # A weight that autocast has converted outside of the graph would be freed before the graph is replayed.
+    """Captures `run`, which reads `inputs`. Calls `run` once before, so that libraries are initialized."""
+    # The cache is cleared, because weights that autocast converts outside of the graph are freed before its replay.
     torch.clear_autocast_cache()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -108,7 +108,7 @@ def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.clear_autocast_cache()
     graph = torch.cuda.CUDAGraph()
-    # other threads may meanwhile prepare batches in page-locked memory
+    # only this thread is restricted, because others may prepare batches in page-locked memory during the capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         beams = run()
     torch.clear_autocast_cache()

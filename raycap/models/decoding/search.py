@@ -1,8 +1,8 @@
 """Greedy decoding, sampling and beam search with one model or an ensemble, and the rules that forbid words.
 
 `models` and `memories` are one model and its memory, or equally long sequences of them. Several models are an ensemble,
-which averages probabilities. Log-probabilities are float32 (float64 for a float64 model). Rules forbid words, and leave
-the log-probabilities of allowed words as they are.
+which averages their probabilities. Log-probabilities are float32 (float64 for a float64 model). Rules forbid words, and
+do not change the log-probabilities of allowed words.
 
 Shapes: B images, K beams or samples per image, R = B*K rows, one for each caption, t tokens so far with SOS, T caption
 tokens, V vocabulary.
@@ -22,7 +22,7 @@ from torch import Tensor
 from raycap.models.base import Cache, CaptionModel, Memory, check_positions
 from raycap.models.config import PLAIN, Decoding, ModelSizes
 
-CHECK_EVERY = 4  # steps between two questions to a GPU whether captions have ended; each question waits for the GPU
+CHECK_EVERY = 4  # steps between two checks on a GPU whether captions have ended, because each check waits for the GPU
 COLUMN_WORDS = 20  # `best_words` arranges the vocabulary in columns of this many words
 
 Models = CaptionModel | Sequence[CaptionModel]
@@ -31,9 +31,9 @@ Memories = Memory | Sequence[Memory]
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """The rules of `decoding` with their words in one vocabulary, and the ranking of captions.
+    """The rules of `decoding` with word ids for one vocabulary, and the ranking of captions.
 
-    unk: the id of UNK; None if no word is UNK. open_endings: the ids of words that need another word after them.
+    unk: the id of UNK, or None if no word is UNK. open_endings: the ids of words that need another word after them.
     length_normalization: see `length_divisor`.
     """
 
@@ -45,18 +45,18 @@ class ScoreRules:
     def restriction(
         self, sizes: ModelSizes, max_length: int, device: torch.device
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """A function that forbids words in captions of at most `max_length` tokens with SOS and EOS.
+        """Returns a function that applies the rules to captions of at most `max_length` tokens with SOS and EOS.
 
-        The function gets the log-probabilities (R, V) of the words after tokens (R, t), and returns them with -inf for
-        forbidden words. Where every word would be forbidden, EOS is allowed.
+        The function takes log-probabilities (R, V) of the words after tokens (R, t), and returns them with -inf for
+        forbidden words. If a row would have every word forbidden, EOS is allowed.
         """
         decoding = self.decoding
 
         def mask_of(words: Sequence[int]) -> Tensor:
-            """(V,) True for the words."""
+            """Returns a mask (V,) that is True for the words."""
             mask = torch.zeros(sizes.vocabulary_size, dtype=torch.bool, device=device)
-            # Not `mask[words] = True`: the list, and with some versions of torch also True, would be copied to the GPU,
-            # and a CUDA graph cannot capture a copy.
+            # `mask[words] = True` would copy the list (with some versions of torch also True) to the GPU, and a CUDA
+            # graph cannot capture this copy.
             for word in words:
                 mask[word].fill_(True)
             return mask
@@ -85,25 +85,25 @@ class ScoreRules:
 
 
 def repeating_words(tokens: Tensor, order: int, vocabulary: int) -> Tensor:
-    """(R, V) True for the words that would repeat an n-gram of `order` tokens in `tokens` (R, t), t >= order."""
+    """Returns a mask (R, V) of the words that would repeat an n-gram of `order` tokens in tokens (R, t), t >= order."""
     windows = tokens.unfold(1, order, 1)  # (R, t - order + 1, order)
     last = tokens[:, tokens.shape[1] - order + 1 :]
     repeats = (windows[:, :, :-1] == last[:, None]).all(-1)
-    words = windows[:, :, -1].where(repeats, vocabulary)  # windows that differ mark a further column
+    words = windows[:, :, -1].where(repeats, vocabulary)  # other windows mark column V, which is cut off
     mask = torch.zeros(len(tokens), vocabulary + 1, dtype=torch.bool, device=tokens.device)
     return mask.scatter(1, words, True)[:, :vocabulary]
 
 
 def most_probable(log_probs: Tensor, count: int) -> Tensor:
-    """The log-probabilities (R, V) with -inf for all but the `count` greatest, and those equal to the last of these."""
+    """Returns log_probs (R, V) with -inf for all but the `count` most probable words. Ties with the last remain."""
     limit = log_probs.topk(min(count, log_probs.shape[1]), -1).values[:, -1:]
     return log_probs.masked_fill(log_probs < limit, -torch.inf)
 
 
 def nucleus(log_probs: Tensor, share: float) -> Tensor:
-    """The log-probabilities (R, V) with -inf outside of the fewest words that have this share of the probability.
+    """Returns log_probs (R, V) with -inf for all but the fewest words whose probabilities add up to `share`.
 
-    Words as probable as the last one of them remain. The rows need not be normalized.
+    Words that are as probable as the last of these words remain. The rows need not be normalized.
     """
     ordered = log_probs.double().softmax(-1).sort(-1, descending=True)
     before = ordered.values.cumsum(-1) - ordered.values  # the probability of all more probable words
@@ -113,11 +113,11 @@ def nucleus(log_probs: Tensor, share: float) -> Tensor:
 
 
 def length_divisor(lengths: Tensor, normalization: bool | float) -> Tensor:
-    """The divisors of captions' sums of log-probabilities, before these are ranked. lengths: with SOS and EOS.
+    """Returns what to divide each caption's sum of log-probabilities by, to rank captions of different lengths.
 
-    normalization: True divides by the length, so that means are ranked. False divides by 1. A number is the exponent
-    alpha of the length penalty ((5 + n) / 6) ** alpha, where n counts the tokens without SOS (Wu et al. 2016, arXiv
-    1609.08144, equation 14).
+    lengths: the numbers of tokens with SOS and EOS. normalization: True divides by the length, so that means are
+    ranked. False divides by 1. A number is the exponent alpha of the length penalty ((5 + n) / 6) ** alpha, where n
+    counts the tokens without SOS (Wu et al. 2016, arXiv 1609.08144, equation 14).
     """
     if isinstance(normalization, bool):
         return lengths if normalization else torch.ones_like(lengths)
@@ -126,18 +126,18 @@ def length_divisor(lengths: Tensor, normalization: bool | float) -> Tensor:
 
 @dataclass
 class Captions:
-    """n captions of each of B images; the longest one has T tokens."""
+    """n captions for each of B images. The longest caption has T tokens."""
 
     tokens: Tensor  # (B, n, T) int64: SOS, words, EOS if the caption has ended, then PAD
     log_probs: Tensor  # (B, n, T) float32 of each token; 0 at SOS and after the end
     lengths: Tensor  # (B, n) int64, the number of tokens with SOS and EOS
-    scores: Tensor  # (B, n) float32, by which captions are ranked: the sum of log-probabilities over `length_divisor`
+    scores: Tensor  # (B, n) float32, the sum of log-probabilities over `length_divisor`, which ranks captions
 
 
 class Decoder:
     """One or several models that decode the same tokens.
 
-    images: the indices of the unfinished images. keeps_images: keep all images, and never ask which have ended.
+    images: the indices of the unfinished images. keeps_images: If it is True, finished images are never dropped.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Decoder:
         self.beams, self.keeps_images = beams, keeps_images
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
-        # Without dropout all beams of an image start alike, so that the first step runs once per image.
+        # without dropout, all beams of an image are equal in the first step, so that it runs once per image
         self.shares_first_step = not any(model.training for model in self.models)
         if not len(self.images):
             raise ValueError("a memory of no images; nothing can be decoded")
@@ -169,11 +169,11 @@ class Decoder:
 
     @property
     def check_every(self) -> int:
-        """The number of steps between two questions which images have ended."""
+        """The number of steps between two checks which images have ended."""
         return CHECK_EVERY if self.device.type == "cuda" else 1
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities (R, V) of the next token. An ensemble takes the logarithm of the mean probability."""
+        """Returns log-probabilities (R, V) of the next token: for an ensemble, logarithms of mean probabilities."""
         first = self.shares_first_step and self.caches[0].length == 0
         tokens = tokens[:: self.beams] if first else tokens
         outputs = []
@@ -192,10 +192,10 @@ class Decoder:
         self.caches = [cache.select(index) for cache in self.caches]
 
     def drop_finished(self, finished: Tensor) -> Tensor | None:
-        """In every `check_every`-th step, drops the images where `finished` (B,) is True if they are at least half.
+        """Drops the images where `finished` (B,) is True, if they are at least half of all images.
 
-        Dropping images copies data. Fewer images that have ended therefore stay, which does not change their captions.
-        Returns the indices of the remaining images, or None if none was dropped.
+        If fewer are finished, they stay, because dropping copies data. Further steps do not change their captions. Only
+        every `check_every`-th step checks. Returns the indices of the remaining images, or None if none was dropped.
         """
         if self.keeps_images or self.caches[0].length % self.check_every:
             return None
@@ -209,14 +209,14 @@ class Decoder:
 
 
 def caption_lengths(tokens: Tensor, eos: int) -> Tensor:
-    """The lengths (...) of captions (..., T) up to their first EOS, which counts. T for a caption without EOS."""
+    """Returns the lengths (...) of captions (..., T): up to and with their first EOS, or T if there is no EOS."""
     before = (tokens == eos).cumsum(-1) == 0
     return (before.sum(-1) + 1).clamp_(max=tokens.shape[-1])
 
 
 @torch.no_grad()
 def greedy(models: Models, memories: Memories, *, max_length: int) -> Captions:
-    """The most probable token at each step: (B, 1, T). `max_length` counts SOS and EOS."""
+    """Decodes the most probable token at each step: captions (B, 1, T). `max_length` counts SOS and EOS."""
     decoder = Decoder(models, memories, 1, max_length)
     return _roll_out(decoder, max_length, lambda log_probs, rows, tokens: log_probs.argmax(-1))
 
@@ -232,12 +232,12 @@ def sample(
     generator: torch.Generator | None = None,
     draws: Tensor | None = None,
 ) -> Captions:
-    """`num_samples` captions per image, each token drawn from softmax(logits / temperature) as `rules` restrict it.
+    """Samples `num_samples` captions per image. Tokens are drawn from softmax(logits / temperature) within `rules`.
 
     `max_length` counts SOS and EOS. A caption that has not ended by then has no EOS. (The reference's sampler does not
-    count SOS: its 20 is 21 here.) `log_probs` are those of temperature 1 and all words. Each row takes one uniform
-    number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the captions can be drawn
-    again.
+    count SOS, so that its 20 is 21 here.) The result's `log_probs` are those of temperature 1 without rules. Each row
+    takes one uniform number per step, from `generator` or from `draws` (B * num_samples, max_length), so that the same
+    captions can be drawn again.
     """
     decoder, decoding = Decoder(models, memories, num_samples, max_length), rules.decoding
     restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
@@ -255,7 +255,7 @@ def sample(
         if draws is not None:
             uniform = draws[:, tokens.shape[1]]
         else:
-            # finished rows draw a number, too, so that a row's numbers do not depend on when other rows end
+            # all rows draw a number, also finished ones, so that a row's numbers do not depend on when others end
             device = log_probs.device if generator is None else generator.device
             uniform = torch.rand(total, dtype=torch.float64, generator=generator, device=device).to(log_probs.device)
         return draw_by_inversion(log_probs.exp(), uniform[rows])
@@ -264,17 +264,17 @@ def sample(
 
 
 def image_draws(seeds: Sequence[int], num_samples: int, max_length: int) -> Tensor:
-    """Uniform numbers (B * num_samples, max_length) for `sample`. An image's numbers depend on its seed only."""
+    """Draws uniform numbers (B * num_samples, max_length) for `sample`. An image's numbers depend only on its seed."""
     shape = (num_samples, max_length)
     generators = (torch.Generator().manual_seed(seed) for seed in seeds)
     return torch.cat([torch.rand(shape, dtype=torch.float64, generator=generator) for generator in generators])
 
 
 def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The index (R,) at which cumulated probabilities (R, V) exceed uniform numbers (R,) in [0, 1).
+    """Returns the index (R,) at which the cumulative sum of probabilities (R, V) exceeds a uniform number in [0, 1).
 
-    Sampling by inversion needs one random number per row, where torch.multinomial draws V. The function first finds a
-    block of words, and then the word in it, so that it cumulates few numbers. It does so in float64.
+    uniform: one number per row, (R,), where torch.multinomial would draw V. To sum few numbers, which is done in
+    float64, the function first finds a block of words and then the word in this block.
     """
     count = probabilities.shape[-1]
     width = math.isqrt(count)
@@ -285,30 +285,30 @@ def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block, share = _locate(sums, uniform[:, None])
     words = block * width + torch.arange(width, device=block.device)
     inside = probabilities.gather(1, words.clamp(max=count - 1)).masked_fill(words >= count, 0.0)
-    # With NaN from a diverged model, the last block may give an index beyond the last word.
+    # clamped, because NaN from a diverged model may give an index beyond the last word in the last block
     return (block * width + _locate(inside, share)[0])[:, 0].clamp_(max=count - 1)
 
 
 def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the weight (R, n) in whose interval a uniform number (R, 1) in [0, 1) is, if the weights divide [0, 1).
+    """Divides [0, 1) in proportion to weights (R, n), and finds the interval of a uniform number (R, 1).
 
-    Returns its index, and the place of the number in the interval, from 0 to 1.
+    Returns the interval's index (R, 1), and the number's place in the interval (R, 1), in [0, 1).
     """
     upper = weights.cumsum(-1, dtype=torch.float64)
     target = uniform * upper[:, -1:]
-    # with right=True it is the first cumulated weight above the target, so that a weight of 0 is never chosen
+    # right=True finds the first cumulative weight above the target, so that a weight of 0 is never chosen
     position = torch.searchsorted(upper, target, right=True)
-    position.clamp_(max=weights.shape[-1] - 1)  # no index error for the NaN of a diverged model
+    position.clamp_(max=weights.shape[-1] - 1)  # avoids an index error for NaN from a diverged model
     weight = weights.gather(1, position).double()
     within = (target - (upper.gather(1, position) - weight)) / weight
-    return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, as a uniform number is
+    return position, within.clamp_(0.0, 1.0 - 2.0**-52)  # below 1, because it is used as a uniform number
 
 
 def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Captions:
-    """Decodes each row on its own.
+    """Decodes each row on its own, without beams.
 
-    `choose` returns the next tokens (R,) of the unfinished rows. It gets their log-probabilities (R, V), their indices
-    (R,) and their tokens so far (R, t).
+    choose: returns the next tokens (R,) of the unfinished rows from their log-probabilities (R, V), their indices (R,)
+    and their tokens so far (R, t).
     """
     sizes, beams = decoder.sizes, decoder.beams
     total = len(decoder.images) * beams
@@ -339,11 +339,11 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
 
 
 def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` greatest log-probabilities of each row of (R, V), greatest first, and their words: (R, count) each.
+    """Returns the `count` greatest log-probabilities of each row (R, V), greatest first, and their words.
 
-    The vocabulary is arranged in columns of `COLUMN_WORDS` words. The words are searched in the columns with the
-    greatest maxima only. On a CPU, torch.topk over all words takes twice as long, and may choose other words among
-    equally probable ones.
+    Both are (R, count). The vocabulary is arranged in columns of `COLUMN_WORDS` words, and only the columns with the
+    greatest maxima are searched. On a CPU, torch.topk over all words would take twice as long, and could choose other
+    words among equally probable ones.
     """
     words = log_probs.shape[-1]
     columns = words // COLUMN_WORDS
@@ -370,12 +370,12 @@ def beam_search(
     num_results: int = 1,
     rules: ScoreRules = ScoreRules(),
 ) -> Captions:
-    """The `num_results` best captions per image, best first, as ExpansionNet v2's reference searches.
+    """Returns the `num_results` best captions per image, best first, by the search of ExpansionNet v2's reference.
 
-    Each beam offers its `beam_size` best words; the best `beam_size` sums of log-probabilities survive. An ended beam
-    keeps its sum and remains a candidate. The search stops when every beam has ended or at `max_length` (counting SOS
-    and EOS). Captions are ranked by their sum divided by `length_divisor`, by default their number of tokens. Results
-    beyond the captions that were found have score -inf.
+    Each beam offers its `beam_size` best words, and the `beam_size` best sums of log-probabilities are kept. An ended
+    beam keeps its sum and remains a candidate. The search stops when every beam has ended, or at `max_length` tokens
+    with SOS and EOS. Captions are ranked by their sum divided by `length_divisor`, by default the number of tokens. If
+    fewer captions were found than asked for, the remaining results have the score -inf.
     """
     check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
@@ -396,7 +396,7 @@ BeamsType = TypeVar("BeamsType", bound="Beams")
 
 
 def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRules = ScoreRules()) -> BeamsType:
-    """Extends the beams of every image until they are finished. Images whose beams are finished leave the batch."""
+    """Extends the beams of every image until they are finished. Finished images leave the batch."""
     results = beams
     restricted = rules.restriction(decoder.sizes, max_length, decoder.device)
     num_beams = decoder.beams
@@ -405,7 +405,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRule
         if position == 1:
             beams.log_probs = log_probs.new_zeros(beams.tokens.shape)
             beams.scores = log_probs.new_full(beams.ended.shape, -torch.inf)
-            beams.scores[:, :: beams.group_size] = 0.0  # extends only the first beam of a group, as all are equal
+            beams.scores[:, :: beams.group_size] = 0.0  # only a group's first beam, because all are equal
             results = beams.pick(decoder.images)
         log_probs = restricted(log_probs, beams.tokens[:, :, :position].flatten(0, 1))
         parent = beams.extend(log_probs, position)
@@ -424,7 +424,7 @@ def search(decoder: Decoder, beams: BeamsType, max_length: int, rules: ScoreRule
 
 @dataclass
 class Beams:
-    """Captions in progress, tokens and log_probs (B, K, max_length), their sums `scores`, and `ended` (B, K)."""
+    """Captions in progress: tokens and log_probs (B, K, max_length), scores (sums of log_probs) and ended (B, K)."""
 
     sizes: ModelSizes
     tokens: Tensor
@@ -434,7 +434,7 @@ class Beams:
 
     @classmethod
     def start(cls, decoder: Decoder, max_length: int) -> Beams:
-        """Beams of SOS only. `search` allocates log_probs and scores at the first step, when their dtype is known."""
+        """Returns beams of SOS only. `search` allocates log_probs and scores when their dtype is known."""
         shape = (len(decoder.images), decoder.beams)
         tokens = torch.full((*shape, max_length), decoder.sizes.pad, device=decoder.device)
         tokens[:, :, 0] = decoder.sizes.sos
@@ -449,14 +449,14 @@ class Beams:
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
         """Replaces each image's beams by their K best continuations, from log_probs (B*K, V).
 
-        Returns the number (B, K) of the former beam that each beam continues, its parent.
+        Returns the parents (B, K): the number of the former beam that each beam continues.
         """
         parent, word, log_prob, self.scores = self.continuations(log_probs)
         self.append(parent, word, log_prob, position)
         return parent
 
     def continuations(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The K best continuations of each image's beams, from log_probs (B*K, V).
+        """Finds the K best continuations of each image's beams, from log_probs (B*K, V).
 
         Returns their parents, words, log-probabilities and sums, each (B, K).
         """
@@ -464,13 +464,13 @@ class Beams:
         offered = min(num_beams, self.sizes.vocabulary_size)
         best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
-        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is a candidate once, with its sum
+        best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate, whose sum does not change
         words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
         sums, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
         return chosen // offered, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums
 
     def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
-        """Replaces the beams. Each continues the beam `parent` with `word`, which has `log_prob`; all are (B, K)."""
+        """Replaces each beam by the beam `parent` with `word` at `position`. parent, word and log_prob are (B, K)."""
         history = parent[:, :, None].expand_as(self.tokens)
         self.tokens = self.tokens.gather(1, history)
         self.tokens[:, :, position] = word
@@ -479,22 +479,22 @@ class Beams:
         self.ended = self.ended.gather(1, parent) | (word == self.sizes.eos)
 
     def finished(self) -> Tensor:
-        """(B,) True where no beam can be extended."""
+        """Returns (B,), True for images without a beam that can be extended."""
         return self.ended.all(1)
 
     def pick(self: BeamsType, images: Tensor) -> BeamsType:
-        """A copy of the beams of the images with the indices `images` (int64)."""
+        """Returns a copy of the beams of the images with the indices `images` (int64)."""
         return replace(self, **{name: getattr(self, name)[images] for name in BEAM_TENSORS})
 
     def write(self, images: Tensor, beams: Beams) -> None:
-        """Overwrites the beams of the images with the indices `images` by `beams`, in this order."""
+        """Overwrites the beams of the images with the indices `images` (int64) by `beams`, in the same order."""
         for name in BEAM_TENSORS:
             getattr(self, name)[images] = getattr(beams, name)
 
     def ranked(
         self, num_results: int, length_normalization: bool | float, excluded: Tensor | None = None
     ) -> tuple[Captions, Tensor]:
-        """The best captions per image among the beams that are not `excluded` (B, K), and these beams' indices."""
+        """Returns the `num_results` best captions per image, and their beams. excluded: beams to leave out (B, K)."""
         lengths = caption_lengths(self.tokens, self.sizes.eos)
         ranking = self.scores / length_divisor(lengths, length_normalization)
         if excluded is not None:
@@ -512,10 +512,10 @@ BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
 
 @dataclass
 class GroupedBeams(Beams):
-    """Groups of equally many beams, which prefer different words (`Decoding`). Their sums are those of the model."""
+    """Groups of equally many beams, which prefer different words (`Decoding`). Scores do not include the diversity."""
 
     num_groups: int
-    diversity: float  # per beam of an earlier group with this word
+    diversity: float  # taken from a word's log-probability for each beam of an earlier group that has chosen the word
 
     @property
     def group_size(self) -> int:
@@ -542,7 +542,7 @@ class GroupedBeams(Beams):
 
 
 def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
-    """Beams of SOS only, in groups if there are several. Raises ValueError for groups that do not divide the beams."""
+    """Returns beams of SOS only, grouped as `decoding` says. Raises ValueError if groups do not divide the beams."""
     beams, groups = Beams.start(decoder, max_length), decoding.beam_groups
     if groups == 1:
         return beams
@@ -552,7 +552,7 @@ def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
 
 
 def by_score(captions: Captions, length_normalization: bool | float) -> Captions:
-    """The captions of each image, best first. Their score is the sum of log-probabilities over `length_divisor`."""
+    """Sorts the captions of each image, best first, by their sum of log-probabilities over `length_divisor`."""
     scores = captions.log_probs.sum(-1) / length_divisor(captions.lengths, length_normalization)
     scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
     history = order[:, :, None].expand_as(captions.tokens)

@@ -1,1 +1,1 @@
-"""Encoders: backbones with their transforms and views, and the encoders that metrics use."""
+"""Visual backbones, with the transform and the augmentation of the images that they read."""

@@ -1,4 +1,4 @@
-"""The visual backbone: a timm model that gives image tokens, and the image transform that belongs to it.
+"""The visual backbone, a timm model that computes image tokens, and the transform of the images that it reads.
 
 No other module imports timm. Shapes: B images, N image tokens, C feature width.
 """
@@ -30,7 +30,7 @@ from raycap.models.convert.tensor_files import load_strictly, read_tensors, reas
 from raycap.models.encoders.transform import ImageTransform
 
 # For each module of timm, the keys of the sizes that can be replaced, with the arguments of the constructor. "depth"
-# takes one number. "dims" takes the width of each stage, which doubles from one to the next.
+# takes one number. "dims" and "channels" take the width of each stage, which doubles from stage to stage.
 _STAGES = {key: key for key in ("embed_dim", "depths", "num_heads", "window_size")}
 _PLAIN = {"embed_dim": "embed_dim", "depths": "depth", "num_heads": "num_heads", "patch_size": "patch_size"}
 _SIZES = {
@@ -41,11 +41,11 @@ _SIZES = {
     "maxxvit": {"embed_dim": "embed_dim", "depths": "depths"},
     "resnet": {"embed_dim": "channels", "depths": "layers"},
 }
-NUM_STAGES = 4  # of the models with stages whose sizes can be replaced
-_DOUBLING = ("convnext", "maxxvit", "resnet")  # their constructors take one width for each stage
-_FILTERS = ("checkpoint_filter_fn", "_filter_fn")  # timm's functions that convert checkpoints of a family
-_SLOT = re.compile(r"drop_path\d?")  # attributes of blocks that hold their stochastic depth
-_BLOCKS = re.compile(r"blocks|layer\d|stages?_?\d*|s\d")  # attributes of timm's models that hold blocks
+NUM_STAGES = 4  # all models with stages whose sizes can be replaced have four
+_DOUBLING = ("convnext", "maxxvit", "resnet")  # modules whose constructors take one width for each stage
+_FILTERS = ("checkpoint_filter_fn", "_filter_fn")  # names of timm's functions that convert a family's checkpoints
+_SLOT = re.compile(r"drop_path\d?")  # names of the attributes with a block's stochastic depth
+_BLOCKS = re.compile(r"blocks|layer\d|stages?_?\d*|s\d")  # names of the attributes with a timm model's blocks
 
 
 Form = Literal["tokens", "rows first", "channels first"]  # (B, N, C), (B, rows, columns, C), (B, C, rows, columns)
@@ -53,13 +53,13 @@ Form = Literal["tokens", "rows first", "channels first"]  # (B, N, C), (B, rows,
 
 @dataclass(frozen=True)
 class Layout:
-    """What `forward_features` of a timm model gives for images of one size."""
+    """The layout of the features that a timm model's `forward_features` returns for images of one size."""
 
     form: Form
     num_prefix: int  # the number of class and register tokens before those of the grid
     grid: tuple[int, int]
     width: int
-    norm: str  # the name of a final norm that the model applies after pooling; "" if the features are normalized
+    norm: str  # the name of the final norm, if the model applies it only after pooling; "" if features are normalized
     unused: tuple[str, ...]  # the names of modules with weights that features do not need: pooling and classification
 
 
@@ -68,12 +68,12 @@ class Backbone(nn.Module):
 
     The N tokens are those of the grid, row by row. Class and register tokens are left out.
 
-    BatchNorm always uses its stored statistics, also in training, because workers with small batches would compute
-    different ones.
+    BatchNorm always uses its stored statistics, also in training, because each worker would otherwise compute its own
+    from a small batch.
     """
 
     def __init__(self, config: BackboneConfig, *, with_weights: bool = True) -> None:
-        """with_weights: if it is False, no weights are read or downloaded, because the caller will load some.
+        """Builds the timm model. with_weights: If it is False, no weights are read or downloaded, only drawn.
 
         Raises ValueError for a configuration that gives no backbone, and ConnectionError if the download of pretrained
         weights fails.
@@ -82,10 +82,10 @@ class Backbone(nn.Module):
         self.config = config
         self.layout = layout = find_layout(config)
         network = _create(config, pretrained=with_weights and config.weights == "pretrained")
-        for name in layout.unused:  # removed, because data-parallel training waits for the gradients of all weights
+        for name in layout.unused:  # removed, because data-parallel training would wait for gradients of these weights
             parent, _, child = name.rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
-        # the prefix of the names of weights, which files of weights and `freeze` contain
+        # the prefix of the weights' names, which must not change because stored weights and `freeze` contain it
         self._name = "swin" if config.is_swin else "timm"
         self.add_module(self._name, network)
         if with_weights and config.weights not in ("none", "pretrained"):
@@ -119,7 +119,7 @@ class Backbone(nn.Module):
         return image_transform(self.config)
 
     def macs(self) -> int:
-        """Multiply-accumulates per image of the products and convolutions. Counting takes no memory."""
+        """Counts the multiply-accumulates per image of products and convolutions, without memory for tensors."""
         with torch.device("meta"), torch.no_grad():
             backbone = Backbone(self.config, with_weights=False).eval()
             with FlopCounterMode(display=False) as counter:
@@ -128,13 +128,13 @@ class Backbone(nn.Module):
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks from input to output: the modules in lists that timm calls blocks, layer1, stages and the like."""
+        """The blocks from input to output, which are in lists that timm calls blocks, layer1, stages and the like."""
 
         def is_list(module: nn.Module) -> bool:
             return isinstance(module, nn.Sequential | nn.ModuleList)
 
         def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
-            """Yields the blocks in a module. inside: the module is a list of blocks or of stages."""
+            """Yields the blocks in a module. inside: True if the module is in a list of blocks or of stages."""
             for name, child in module.named_children():
                 has_blocks = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
                 if inside and not is_list(child) and not has_blocks:
@@ -146,10 +146,10 @@ class Backbone(nn.Module):
         return list(walk(self.network, inside=False))
 
     def num_layers_above(self) -> dict[str, int]:
-        """For each parameter, the number of layers between its own layer and the model's output.
+        """Returns, for each parameter, the number of layers between its own layer and the model's output.
 
-        The layers are timm's. The last one has the classifier, so that parameters of the last block have 1. Raises
-        ValueError for a model whose layers timm does not number.
+        Layers are counted as timm does. The last layer has the classifier, so that parameters of the last block have 1.
+        Raises ValueError for a model whose layers timm does not number.
         """
         with torch.device("meta"):
             whole = _create(self.config, pretrained=False, num_classes=1)
@@ -163,7 +163,7 @@ class Backbone(nn.Module):
         return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Lets backward passes compute the activations of blocks again, which saves memory, if the model can."""
+        """Turns gradient checkpointing, which saves memory in backward passes, on or off, if the model supports it."""
         if self._can_checkpoint:
             self.network.set_grad_checkpointing(enabled)
 
@@ -190,7 +190,7 @@ class Backbone(nn.Module):
 
 
 def image_transform(config: BackboneConfig) -> ImageTransform:
-    """The transform of the images that a backbone reads. ValueError for a name or a transform that is not known."""
+    """Returns the transform of a backbone's images. Raises ValueError for an unknown model or unsupported transform."""
     size = config.image_size
     if config.transform == "reference" or (config.transform == "auto" and config.is_swin):
         return ImageTransform(size)
@@ -216,7 +216,7 @@ def image_transform(config: BackboneConfig) -> ImageTransform:
 
 
 def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
-    """The same backbone with random weights and, if its depths can be replaced, with one block in each stage."""
+    """Returns a backbone with random weights and, if its depths can be replaced, with one block in each stage."""
     thin = replace(config, weights="none", gradient_checkpointing=False, drop_path=0.0)
     arguments = _SIZES.get(_family(config), {})
     if "depths" not in arguments:
@@ -229,7 +229,7 @@ def with_one_block_per_stage(config: BackboneConfig) -> BackboneConfig:
 
 @lru_cache(maxsize=16)
 def find_layout(config: BackboneConfig) -> Layout:
-    """The layout of a timm model's features. A forward pass on the device "meta" finds it, which needs no memory.
+    """Finds the layout of a timm model's features by a forward pass on the device "meta", which needs no memory.
 
     Raises ValueError for a model without a grid of image tokens, and for an image size that it does not take.
     """
@@ -246,7 +246,7 @@ def find_layout(config: BackboneConfig) -> Layout:
             module.register_forward_hook(lambda *_, name=name: called.add(name))
         try:
             features = network.forward_features(torch.empty(1, 3, size, size))
-        except Exception as error:  # models refuse sizes by many kinds of errors
+        except Exception as error:  # any error, because models refuse sizes by errors of many kinds
             raise ValueError(
                 f"backbone.image_size is {size}, at which {config.name} gives no features ({reason_of(error)}); choose "
                 "another size, such as that in the model's name"
@@ -273,14 +273,14 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[Form, int, tuple[int, int], int]:
-    """The fields form, num_prefix, grid and width of a layout."""
+    """Returns the fields form, num_prefix, grid and width of a layout."""
     if features.ndim == 4 and getattr(network, "output_fmt", "NCHW") == "NHWC":
         return "rows first", 0, (features.shape[1], features.shape[2]), features.shape[3]
     if features.ndim == 4:
         return "channels first", 0, (features.shape[2], features.shape[3]), features.shape[1]
     count = features.shape[1]
     num_prefix = getattr(network, "num_prefix_tokens", None)
-    if num_prefix is None:  # timm's older models do not count their class token
+    if num_prefix is None:  # old models of timm do not say whether they have a class token; a square grid shows it
         num_prefix = int(math.isqrt(count) ** 2 != count)
     side = math.isqrt(count - num_prefix)
     if side < 2 or side * side != count - num_prefix:
@@ -291,7 +291,7 @@ def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[F
 
 
 def _final_norm(network: Any, features: Tensor, unused: list[str]) -> str:
-    """The name of the layer norm that a model applies to its pooled features; "" if it has none."""
+    """Returns the name of the layer norm that a model applies to its pooled features, or "" if it has none."""
     for name in ("fc_norm", "head.norm"):
         try:
             norm = network.get_submodule(name)
@@ -305,7 +305,7 @@ def _final_norm(network: Any, features: Tensor, unused: list[str]) -> str:
 
 
 def _require_known(config: BackboneConfig) -> None:
-    """Raises ValueError unless timm has the model, and weights under its tag if it has one."""
+    """Raises ValueError unless timm has the model and, if the name has a tag, weights under this tag."""
     architecture, dot, _ = config.name.partition(".")
     if not timm.is_model(architecture):
         close = difflib.get_close_matches(architecture, timm.list_models(), n=5)
@@ -316,20 +316,20 @@ def _require_known(config: BackboneConfig) -> None:
 
 
 def _family(config: BackboneConfig) -> str:
-    """The name of timm's module that has the model. Raises ValueError for an unknown model."""
+    """Returns the name of timm's module that defines the model. Raises ValueError for an unknown model."""
     _require_known(config)
     return timm.models.model_entrypoint(config.name.partition(".")[0]).__module__.rpartition(".")[2]
 
 
 def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
-    """The constructor's arguments for the sizes that replace the named model's. ValueError for unsuitable ones."""
+    """Returns the constructor's arguments for the given sizes. Raises ValueError for sizes that the model lacks."""
     family = _family(config)
     given = {key: getattr(config, key) for key in SIZE_KEYS if getattr(config, key) is not None}
     arguments = _SIZES.get(family, {})
     if unknown := sorted(given.keys() - arguments.keys()):
         takes = f"it takes {', '.join(arguments)}" if arguments else "its sizes are fixed"
         raise ValueError(f"backbone.{unknown[0]} does not apply to {config.name}: {takes}; leave it out")
-    # another window size is allowed, because timm resizes the pretrained position tables to it
+    # only the window size may differ from pretrained weights, because timm resizes their position tables to it
     incompatible = sorted(given.keys() - {"window_size"})
     if pretrained and incompatible:
         raise ValueError(
@@ -351,10 +351,10 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
 
 
 def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -> Any:
-    """timm's model for a configuration, with random weights unless `pretrained`. See `Backbone` for the errors."""
+    """Creates timm's model for a configuration, with random weights unless `pretrained`. Raises as `Backbone` does."""
     arguments = _overrides(config, pretrained)
     known = timm.get_pretrained_cfg(config.name)
-    if known is not None and known.fixed_input_size:  # other models take images of any size
+    if known is not None and known.fixed_input_size:  # only these models need the size of the images
         arguments["img_size"] = config.image_size
     try:
         return timm.create_model(config.name, pretrained=pretrained, num_classes=num_classes, **arguments)
@@ -363,14 +363,15 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
             raise ValueError(
                 f"{config.name} cannot be made at {config.image_size} px with these sizes ({reason_of(error)})"
             ) from error
-        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses the settings
+        if isinstance(error, RuntimeError | ValueError | AssertionError | TypeError):  # timm refuses settings
             raise
-        reason = " ".join(str(error).split())  # of any type, because libraries for downloads have types of their own
+        # any other error counts as a failed download, because libraries for downloads have error types of their own
+        reason = " ".join(str(error).split())
         raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
 
 
 def _can_checkpoint(network: Any) -> bool:
-    """Whether the model can compute activations again in the backward pass."""
+    """Returns True if the model can compute activations again in the backward pass."""
     try:
         network.set_grad_checkpointing(True)
     except (AssertionError, AttributeError, NotImplementedError):
@@ -379,7 +380,7 @@ def _can_checkpoint(network: Any) -> bool:
 
 
 def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The modules and names of the attributes that hold the stochastic depth of a block."""
+    """Returns the attributes with the stochastic depth of a block, each as its module and its name."""
     return [
         (module, name)
         for module in block.modules()
@@ -389,7 +390,7 @@ def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class TensorDropPath(nn.Module):
-    """Stochastic depth with its rate in a tensor, because torch would compile a block again for each other number."""
+    """Stochastic depth with its rate in a tensor, because torch would compile a block again for each new rate."""
 
     keep: Tensor
 
@@ -405,7 +406,7 @@ class TensorDropPath(nn.Module):
 
 
 def prepare_to_compile(backbone: Backbone) -> None:
-    """Replaces the blocks' stochastic depth in place, so that blocks of equal sizes are the same code."""
+    """Replaces the blocks' stochastic depth by `TensorDropPath`, so that blocks of equal sizes share compiled code."""
     device = next(backbone.parameters()).device
     for block in backbone.blocks:
         for owner in list(block.modules()):
@@ -415,7 +416,7 @@ def prepare_to_compile(backbone: Backbone) -> None:
 
 
 def set_drop_path(module: nn.Module, rate: float) -> None:
-    """Sets the stochastic depth of all backbones in `module`: 0 in the first block, and up to `rate` in the last one.
+    """Sets the stochastic depth of all backbones in `module`, evenly from 0 in the first block to `rate` in the last.
 
     Raises ValueError for a rate above 0 if a backbone has no stochastic depth.
     """
@@ -430,7 +431,7 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 
 
 def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
-    """Loads a checkpoint with timm's names, or with others that timm converts, such as the original Swin's.
+    """Loads a checkpoint with timm's names, or with other names that timm converts, such as the original Swin's.
 
     timm resizes position tables. The classifier is left out. Raises ValueError for tensors that do not fit.
     """
@@ -440,7 +441,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
         network = _create(config, pretrained=False)
     try:
         state = _converted(tensors, network)
-    except Exception as error:  # for a checkpoint that does not fit, timm's functions raise errors of any kind
+    except Exception as error:  # any error, because timm's functions raise many kinds for checkpoints that do not fit
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
     classifiers = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
     classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
@@ -450,7 +451,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
 
 
 def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]:
-    """A checkpoint under timm's names and in the shapes of `network`, by timm's function for its family."""
+    """Converts a checkpoint to timm's names and the shapes of `network`, by timm's function for its family."""
     for family in type(network).__mro__:
         module = sys.modules[family.__module__]
         for name in _FILTERS:

@@ -1,8 +1,8 @@
-"""The image transform that belongs to the backbone, and random changes of training images.
+"""The transform of images for the backbone, and random changes of training images.
 
-The driver chooses the transform (`encoders.backbone.image_transform`) and sends it to the CPU tasks that decode images.
-These resize images; the device that computes features normalizes them. torch is imported only where tensors are made,
-so that a task starts in a fraction of a second.
+The driver chooses the transform (`encoders.backbone.image_transform`) and sends it to CPU tasks. The tasks decode and
+resize images, and the device that computes features normalizes them. torch is imported only where tensors are made, so
+that a task starts in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # as Pillow names its filters
 MAX_ENLARGEMENT = 2.0  # the largest ratio of the scaled side to the cropped side; timm's models have at most 1 / 0.875
-# An image is scaled as a whole and then cropped. If its sides differ by a larger factor, only its middle is scaled,
-# because the whole could take gigabytes.
+# Images are scaled and then cropped. If an image's sides differ by a larger factor, only its middle is scaled, because
+# the whole scaled image could take gigabytes.
 MAX_ASPECT_RATIO = 16
-# The largest ratio of a crop's width to its height, both as shares of the image's sides. The smallest is the inverse.
+# The largest ratio of a crop's width to its height, both as fractions of the image's. Its inverse is the smallest one.
 MAX_RATIO = 4 / 3
 COLOR_CHANGES = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 
 
 @lru_cache
 def _statistics(device: torch.device, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """The mean and standard deviation (3,) as tensors. They are cached, because a copy to a GPU waits for it."""
+    """Returns mean and standard deviation (3,) as tensors, cached because a copy to a GPU would wait for the GPU."""
     import torch
 
     return torch.tensor(mean, device=device), torch.tensor(std, device=device)
@@ -50,9 +50,9 @@ class ImageTransform:
     the mean and standard deviation of each channel. The defaults are the transform of ExpansionNet v2's reference: the
     whole image becomes a square, bilinearly, and the statistics are ImageNet's.
 
-    resize_to: the side in pixels before the crop; by default `image_size`, so that nothing is cropped. keep_aspect: the
-    shorter side becomes `resize_to`, and the aspect ratio is kept; otherwise both sides become `resize_to`. Raises
-    ValueError for other values.
+    resize_to: the side in pixels before the crop. By default it is `image_size`, so that nothing is cropped.
+    keep_aspect: If it is True, the shorter side becomes `resize_to`, and the aspect ratio is kept. Otherwise both sides
+    become `resize_to`. Raises ValueError for sizes, statistics or an interpolation that cannot be used.
     """
 
     __pydantic_config__: ClassVar[Values] = PYDANTIC
@@ -87,7 +87,7 @@ class ImageTransform:
         return self.normalize(torch.from_numpy(self.resize(image)[None].copy())).contiguous()[0]
 
     def resize(self, image: Image.Image) -> np.ndarray:
-        """Pixels (H, W, 3) uint8 of the square. A CPU task does this part, because its result is small to send."""
+        """Returns the square's pixels (H, W, 3) uint8. CPU tasks do only this part, because bytes are small to send."""
         width = height = side = self.scaled_side
         if self.keep_aspect:
             image = _without_far_ends(image)
@@ -101,7 +101,7 @@ class ImageTransform:
         return np.asarray(resized)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """(B, H, W, 3) uint8 to (B, 3, H, W) float32 in the channels-last memory format, on the pixels' device."""
+        """Normalizes pixels on their device, (B, H, W, 3) uint8 -> (B, 3, H, W) float32 in channels-last format."""
         import torch
 
         mean, std = _statistics(pixels.device, self.mean, self.std)
@@ -109,7 +109,7 @@ class ImageTransform:
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:
-    """The middle of an image whose longer side is more than MAX_ASPECT_RATIO times the shorter. Others as they are."""
+    """Crops an image to its middle if its longer side is more than MAX_ASPECT_RATIO times the shorter side."""
     longest = MAX_ASPECT_RATIO * min(image.size)
     if max(image.size) <= longest:
         return image
@@ -120,13 +120,14 @@ def _without_far_ends(image: Image.Image) -> Image.Image:
 def augmented(
     image: Image.Image, augmentation: Augmentation, seed: int, resize: Callable[[Image.Image], np.ndarray]
 ) -> np.ndarray:
-    """Pixels (H, W, 3) uint8 of an RGB image that is cropped, resized by `resize`, changed in color and maybe mirrored.
+    """Crops an RGB image at random, resizes it by `resize`, and changes its color. Returns pixels (H, W, 3) uint8.
 
-    The seed decides all of it. The crop has a share of the area between `min_area` and 1, and its place is uniform. The
-    ratio of its sides, relative to that of the image, is log-uniform between 3/4 and 4/3, if such a crop fits.
-    Brightness, contrast and saturation are multiplied by factors between 1 - `color` and 1 + `color`.
+    If `augmentation.mirror` is set, half of the images are mirrored. The seed decides all random numbers. The crop has
+    a uniform place and a fraction of the area between `min_area` and 1. The ratio of its sides, relative to that of the
+    image, is log-uniform between 3/4 and 4/3, if such a crop fits. Brightness, contrast and saturation are multiplied
+    by factors between 1 - `color` and 1 + `color`.
     """
-    # all numbers are always drawn, so that one setting does not change the effect of another one
+    # all numbers are drawn even if they are not needed, so that no setting changes the numbers of another setting
     area, ratio, left, top, *factors, side = np.random.default_rng(seed).random(8)
     area = 1 - area * (1 - augmentation.min_area)
     ratio = min(MAX_RATIO, 1 / area) ** (2 * ratio - 1)

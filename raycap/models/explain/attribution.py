@@ -1,4 +1,4 @@
-"""Where a model looks for each word of a caption: the weights of cross-attention, and the attribution to image tokens.
+"""Which parts of an image each word of a caption depends on: weights of cross-attention, and attribution.
 
 Attribution is how much each image token adds to the log-probability of each word, by integrated gradients
 (Sundararajan, Taly and Yan 2017), as the Meshed-Memory paper uses them (section 4.6 and appendix A.3). The gradient of
@@ -6,9 +6,9 @@ log p(word | words before it, features) times the features is integrated along t
 image's features.
 
 The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at zeros. The
-integral is a Gauss-Legendre sum, which is exact for polynomials up to degree 2 S - 1. The remaining difference, the
-gap, is measured. More steps do not close every gap, because a gradient does not contain a jump of log p. ExpansionNet
-v2 has jumps, where the last positive score of a row or group passes 0: 0.04 to 0.12 nats in a trained model. The other
+integral is a Gauss-Legendre sum over S points, which is exact for polynomials up to degree 2 S - 1. The remaining error
+is reported as the gap. More points do not close every gap, because gradients miss jumps of log p. ExpansionNet v2 has
+jumps where the last positive score of a row or group passes 0, of 0.04 to 0.12 nats in a trained model. The other
 systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
@@ -28,19 +28,19 @@ from torch import Tensor, nn
 from raycap.models.base import CaptionModel, Features, Memory, evaluating, hooked, map_tensors
 from raycap.models.layers import CrossAttention, split_heads
 
-STEPS = 64  # points on the line
-ROWS = 16  # points that are computed at a time
+STEPS = 64  # the number of points on the line
+ROWS = 16  # the number of points that are computed at a time
 
 
 @torch.no_grad()
 def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """The weights softmax(q k / sqrt(d)) of each decoder layer and head, (layers, H, B*K, T - 1, N); rows sum to 1.
+    """Returns the cross-attention weights of each decoder layer and head, (layers, H, B*K, T - 1, N). Rows sum to 1.
 
-    They are means over the encoder levels that a meshed decoder layer attends to; d is the width of a head. `tokens`
-    (B*K, T) start with SOS; row t has the weights with which the model predicts the word at t + 1. This takes one
-    teacher-forced pass. The model's fused attention does not return its weights, so that they are computed here from
-    the inputs of cross-attention.
-    Raises ValueError for a model without cross-attention.
+    tokens: (B*K, T) with SOS, which are decoded in one teacher-forced pass. Row t has the weights with which the model
+    predicts the word at t + 1. If a layer attends to several encoder levels, its weights are means over the levels.
+    The weights are computed as softmax(q k / sqrt(d)), where d is the width of a head, from the recorded inputs of
+    cross-attention, because the model's fused attention does not return them. Raises ValueError for a model without
+    cross-attention.
     """
     layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, CrossAttention)]
     if not layers:
@@ -69,39 +69,39 @@ class Attribution:
     """How much each image token adds to the log-probability of each word."""
 
     values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
-    change: Tensor  # (W,), log p at the features minus log p at the baseline
+    change: Tensor  # (W,), log p at the features minus log p at all-zero features
 
     @property
     def gap(self) -> Tensor:
-        """The error (W,) of the integral, in nats: by how much the values of each word miss the change."""
+        """The error (W,) of the integral in nats: the difference between the sum of a word's values and its change."""
         return (self.values.sum(1) - self.change).abs()
 
     def shares(self) -> Tensor:
-        """The values (W, N) divided by the absolute value of their sum, as in the paper; unchanged if the sum is 0.
+        """Returns each word's values (W, N) divided by the absolute value of their sum, unless the sum is 0.
 
-        The paper takes means over channels instead of sums, which gives the same shares. The absolute value keeps the
-        signs where the whole image makes a word less probable.
+        The paper takes means over channels instead of sums, which gives the same shares. The sum's absolute value is
+        used, so that values keep their signs if the whole image makes a word less probable.
         """
         total = self.values.sum(1, keepdim=True).abs()
         return self.values / torch.where(total > 0, total, 1.0)
 
     def head(self, words: int) -> Attribution:
-        """The attribution of the first `words` words only."""
+        """Returns the attribution of the first `words` words."""
         return Attribution(self.values[:words], self.change[:words])
 
 
 def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor, steps: int = STEPS) -> Attribution:
-    """The attribution of every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
+    """Attributes every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
-    steps: the number of points on the line. Each group of ROWS points takes one forward pass and one backward pass per
-    word, so that the memory in use does not depend on the number of steps. Raises ValueError for other shapes.
+    steps: the number of points on the line. Each group of ROWS points takes one forward pass, and one backward pass per
+    word, so that memory does not grow with the number of steps. Raises ValueError for other shapes.
     """
     if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
         raise ValueError(
             f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
             "(1, tokens, width) and one caption of SOS and a word or more"
         )
-    # the caller may be in inference mode, whose tensors get no gradient
+    # inference mode is turned off, because the caller may have turned it on, and its tensors get no gradient
     with evaluating(model), torch.inference_mode(False):
         line = _Line(model, features, tokens.clone())
         return Attribution(line.integrate(steps), line.change)
@@ -110,7 +110,7 @@ def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor
 class _Line:
     """The line from zeros to one image's features, and the log-probabilities of the words on it.
 
-    `end` (N, C) are the features, and `change` (W,) is the difference of the log-probabilities between both ends.
+    end: the features (N, C). change: the difference (W,) of the log-probabilities between both ends of the line.
     """
 
     def __init__(self, model: CaptionModel, features: Features, tokens: Tensor) -> None:
@@ -122,7 +122,7 @@ class _Line:
         self.change = log_probs[1] - log_probs[0]
 
     def log_probs(self, features: Tensor) -> Tensor:
-        """Log-probabilities (R, W) of the caption's words in a teacher-forced pass over features (R, N, C)."""
+        """Returns log-probabilities (R, W) of the caption's words by a teacher-forced pass over features (R, N, C)."""
         rows = features.shape[0]
         image = map_tensors(self.image, lambda tensor: tensor.expand(rows, *tensor.shape[1:]))
         logits = self.model(replace(image, tokens=features), self.tokens[:-1].expand(rows, -1))
@@ -130,7 +130,7 @@ class _Line:
         return log_probs.gather(2, self.tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
 
     def integrate(self, steps: int) -> Tensor:
-        """The integral (W, N) as a Gauss-Legendre sum over `steps` points."""
+        """Computes the integral (W, N) as a Gauss-Legendre sum over `steps` points."""
         words, end = len(self.tokens) - 1, self.end
         places, weights = (torch.from_numpy(part).to(end.device) / 2 for part in np.polynomial.legendre.leggauss(steps))
         points = (places + 0.5).to(end.dtype)  # from [-1, 1] to [0, 1]
@@ -138,7 +138,7 @@ class _Line:
         for point, weight in zip(points.split(ROWS), weights.split(ROWS), strict=True):
             inputs = (point[:, None, None] * end).requires_grad_()
             with torch.enable_grad():
-                # each row is a separate image, so that the gradient of the sum contains the gradient of each row
+                # rows do not affect each other, so that the gradient of their sum has each row's own gradient
                 log_probs = self.log_probs(inputs).sum(0)
             for word in range(words):
                 (gradient,) = torch.autograd.grad(log_probs[word], inputs, retain_graph=word + 1 < words)
