@@ -66,7 +66,7 @@ def tracking_client(config: RunConfig) -> MlflowClient:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then accesses this storage from this process
+    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 without a server
         options = config.storage.options
         if options.endpoint_url is not None:
             os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url

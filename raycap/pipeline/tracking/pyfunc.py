@@ -50,12 +50,12 @@ class PyfuncModel:
         return [each.to_json() for each in captions]
 
     def _pixels(self, row: int, image: Any) -> Tensor:
-        """The pixels (3, H, W) of the image in a row. Raises ValueError, which names the row, if the image is invalid."""
+        """The pixels (3, H, W) of a row's image. If the image is invalid, raises a ValueError that names the row."""
         try:
             return self.service.pixels(_file_bytes(image))
         except BadImage as error:
             reason = str(error)
-        raise ValueError(f"row {row}: {reason}")  # no `from error`, because MLflow would send the whole traceback to the client
+        raise ValueError(f"row {row}: {reason}")  # without cause, because clients get the whole traceback
 
 
 def _file_bytes(image: Any) -> bytes:

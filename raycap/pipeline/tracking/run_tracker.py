@@ -73,7 +73,7 @@ class Tracker:
         """Starts the background thread, unless tracking is off."""
         if self.folder.config.tracking.enabled:
             warn_of_local_file(self.folder.config)
-            with contextlib.suppress(OSError):  # this error must not end the run, because only the tracker needs the record
+            with contextlib.suppress(OSError):  # a storage error ends the run elsewhere, where it matters
                 SentRecord(self.folder).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
             self._thread.start()
@@ -81,8 +81,9 @@ class Tracker:
     def close(self, status: str | None) -> bool:
         """Sends the rest of the journal and ends the run and its open stages in MLflow with `status`.
 
-        status: FAILED or KILLED. If it is None, the status remains RUNNING. Returns False if the tracker does not accept
-        everything.
+        status: FAILED or KILLED. If it is None, the status remains RUNNING.
+
+        Returns False if the tracker does not accept everything.
         """
         if not self.folder.config.tracking.enabled:
             return True
@@ -112,7 +113,7 @@ class Tracker:
 
     @property
     def remedy(self) -> str:
-        """The command that sends the rest. The command takes the configuration if the run is on S3, or else the folder."""
+        """The command that sends the rest. Its argument is the configuration of a run on S3, otherwise the folder."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
 
     def _join(self) -> None:
@@ -288,9 +289,9 @@ def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: E
 
 
 def _set_status(client: MlflowClient, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
-    """Sets a status, but only once, because ending a run again would move its end time.
+    """Sets the status of a run unless it was set before, because ending a run again would change its end time.
 
-    end: the end time in seconds; None for now.
+    end: the end time in seconds since 1970. If it is None, MLflow takes the present time.
     """
     statuses = record.values.setdefault("status", {})
     if statuses.get(run_id) == status:
@@ -359,7 +360,7 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
     ):
         logged = mlflow.pyfunc.log_model(
             name="model",
-            loader_module="raycap.pipeline.tracking.pyfunc",  # MLflow loads the bundle with this module instead of a pickle
+            loader_module="raycap.pipeline.tracking.pyfunc",  # this module reads the bundle, so that nothing is pickled
             data_path=str(bundle),
             code_paths=[str(package_folder())],
             # without a build's suffix such as +cpu, because package indexes lack it
