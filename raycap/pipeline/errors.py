@@ -22,7 +22,7 @@ class UnavailableError(Exception):
 def cause_of(error: BaseException) -> BaseException:
     """Returns the error that the function of a Ray task raised. Errors of other origin are returned unchanged.
 
-    Ray wraps the error in an error whose text is a traceback. If a task waits for another task, Ray wraps it twice.
+    Ray's wrappers are removed, because their text is a traceback. If a task waits for another task, there are two.
     """
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause

@@ -16,7 +16,7 @@ _CODE = re.compile("[a-z]{2,8}")
 WITHOUT_SPACES = frozenset(("zh", "cmn", "yue", "wuu", "ja", "th", "lo", "km", "my"))
 
 
-# {code of three letters (ISO 639-2 or 639-3): the code that is asked for instead}, for the languages in this file.
+# {code of three letters (ISO 639-2 or 639-3): the shorter primary code}, for the languages that this file names.
 SHORTER_CODES = {
     **{"eng": ENGLISH, "zho": "zh", "chi": "zh", "jpn": "ja", "tha": "th"},
     **{"lao": "lo", "khm": "km", "mya": "my", "bur": "my"},

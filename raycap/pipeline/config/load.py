@@ -43,9 +43,10 @@ MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpec
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads and checks the configuration in a YAML file. overrides: `a.b=value`, with stages by name or number.
+    """Reads and checks the configuration in a YAML file.
 
-    Raises UserError, whose message is one sentence with the key, its value, and the valid keys or values.
+    overrides: assignments `a.b=value`, in which a stage is named by its name or number. Raises UserError, whose message
+    is one sentence with the key, its value, and the valid keys or values.
     """
     return parse_config(read_values(path, overrides))
 
@@ -201,12 +202,12 @@ def apply_override(values: Values, override: str) -> None:
 
 
 def set_value(data: Values, key: str, value: object, source: str) -> None:
-    """Sets a dotted key of plain values, in place. Creates mappings on the way to the key that are missing.
+    """Sets a dotted key of plain values, in place. Creates missing mappings on the way to the key.
 
     key: names a stage by its name or number. source: the option or file that sets the key, for the text of UserError.
     """
     if key == "storage" and isinstance(value, str):
-        key = "storage.uri"  # this keeps the server and the other keys of the storage
+        key = "storage.uri"  # so that the server and the other keys of the storage remain
     parts = key.split(".")
     if len(parts) > MAX_KEY_PARTS:
         raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
@@ -274,7 +275,7 @@ def shown_values(config: RunConfig, *, only_changes: bool = False) -> Values:
 
 
 def _sentence(error: ValidationError, data: object, section_type: object, section: str) -> str:
-    """The sentence, with a dotted key, that describes one of pydantic's errors.
+    """Describes one of pydantic's errors in a sentence with the dotted key.
 
     An unknown key is described rather than a missing one, because a key is often missing when its name was mistyped.
     """

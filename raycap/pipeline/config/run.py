@@ -32,7 +32,7 @@ from raycap.pipeline.storage.s3 import is_remote
 
 
 class RunConfig(Section):
-    """All keys of a run. `models.config.Identity` marks the keys that enter the run's identity in a special way."""
+    """All keys of a run. Marks (`models.config.Identity`) decide which keys enter the run's identity, and how."""
 
     name: FileName
     seed: Seed = 0
@@ -44,7 +44,7 @@ class RunConfig(Section):
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     init_from: Annotated[Place | None, Identity.BUNDLE] = None
-    """A model bundle whose weights training starts from, with a fresh optimizer."""
+    """A model bundle. Training starts from its weights, with a new optimizer."""
     deliver: Literal["best", "last"] = "best"
     """The stage whose weights the run delivers: the stage with the best validation CIDEr-D, or the last stage."""
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
@@ -163,7 +163,7 @@ class RunConfig(Section):
         return storage_path(self.storage.uri, self.storage.options)
 
     def micro_batch_sizes(self, stage: StageSection) -> tuple[int, int]:
-        """The smallest and the largest number of samples in a worker's micro-batch, as the number of workers varies."""
+        """The smallest and the largest number of samples in a micro-batch of a worker, for all `workers.counts`."""
         fewest_workers, most_workers = self.workers.counts[0], self.workers.counts[-1]
         steps = stage.gradient_accumulation_steps
         return stage.batch_size // (most_workers * steps), math.ceil(stage.batch_size / (fewest_workers * steps))

@@ -307,7 +307,7 @@ class FeatureSection(Section):
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
     threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
-    """Up to this number of images, tasks extract the features, because starting actors would take more time."""
+    """Up to this number of images, tasks extract the features, because starting actors takes longer than they save."""
     hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
     """The file of a detector's region features (`pipeline.features.regions`), which replace a backbone's features.
     `synthetic` selects the regions of the synthetic data set."""
@@ -537,12 +537,12 @@ class WorkersSection(Section):
     2.4e10}."""
     threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
     dry_run: bool = True
-    """Whether one step of every stage is taken before training, as a trial."""
+    """Take one step of every stage before training, so that a lack of memory shows at once."""
     num_decode_threads: Threads = 0
     max_failures_per_hour: NonNegative = 6
     """Training ends if more failures than this happen within an hour."""
     max_wait_minutes: Minutes = 30
-    """How long a stage waits for the cluster's resources before it starts."""
+    """The maximum time that a stage waits for the cluster's resources before it starts."""
     max_stall_minutes: Minutes = 60
     """A stage or search ends if it makes no progress for this long."""
     log_every_steps: Positive = 20
@@ -589,14 +589,14 @@ class EncoderSection(Section):
 
 
 class TextEncoderSection(Section):
-    """A BERT or RoBERTa of the package transformers, and how BERTScore uses it."""
+    """A BERT or RoBERTa model of the package transformers, and how BERTScore uses the model."""
 
     folder: Annotated[Text, Identity.TEXT_ENCODER]
     """The folder with model.safetensors, config.json and tokenizer.json."""
     layer: Annotated[int, Field(ge=0, le=200), NUMBER]
     """The layer whose hidden states are compared."""
     idf: bool = False
-    """Whether rare tokens of the references count more."""
+    """Whether tokens that are rare in the references have a larger weight."""
 
     def model_files(self) -> dict[str, str]:
         """{key: path} of the weights, the configuration and the tokenizer."""
@@ -605,7 +605,7 @@ class TextEncoderSection(Section):
 
 
 class ScoreInputsSection(Section):
-    """Files that some of `evaluation.metrics` need; `pipeline.evaluation.scores` describes them."""
+    """Files that some of `evaluation.metrics` need. `pipeline.evaluation.scores` describes the files."""
 
     objects: Annotated[Text | None, Identity.FILE] = None
     """A file with the words for objects, for CHAIR."""
@@ -656,7 +656,7 @@ class EvaluationSection(Section):
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     """On a GPU, capture the search as a CUDA graph at the second batch of a shape, and replay it for later batches."""
     good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85
-    """The CIDEr-D from which a caption counts as good, for the confidence. The default is the score of people's
+    """For the confidence, a caption with at least this CIDEr-D counts as good. The default is the score of people's
     captions on COCO's server."""
     constraints: Annotated[Text | None, Identity.FILE] = None
     """A file of words that captions must contain. `pipeline.evaluation.captioning.constraints` describes the format."""
@@ -745,7 +745,7 @@ class RetrainSection(Section):
     confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95
     """The confidence of the two-sided interval."""
     lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = 120
-    """How long no other retraining can start after one was killed."""
+    """After a retraining was killed, the next retraining can start only after this time."""
 
 
 def _system(model: object) -> str:

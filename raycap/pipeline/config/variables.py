@@ -28,7 +28,7 @@ Location = tuple[str | int, ...]  # keys and indices from the top of a configura
 class Expanded(str):
     """A text in which each `${VARIABLE}` was replaced by its value.
 
-    written: the text before that. `repr` returns its `repr`, so that no message quotes a value. variables: {name of a
+    written: the text with its references, which `repr` shows, so that no message quotes a value. variables: {name of a
     variable in the text: value}.
     """
 
@@ -74,7 +74,7 @@ def expand_variables(value: object, key: str = "", *, is_stored: bool = False) -
 
 
 def texts_in(value: object, location: Location = ()) -> Iterator[tuple[Location, str]]:
-    """Yields (location, text) for each text in nested plain values. location: that of the values themselves."""
+    """Yields (location, text) for each text in nested plain values. location: of `value` itself."""
     if isinstance(value, str):
         yield location, value
     elif isinstance(value, dict | list):

@@ -52,7 +52,7 @@ def log_to_stderr() -> None:
 
 @contextmanager
 def unchanged_level() -> Iterator[None]:
-    """Restores the level of the terminal at the end of the context."""
+    """Restores the terminal's level at the end of the context, within which it may be changed."""
     handler = _terminal_handler()
     level = handler.level if handler else logging.NOTSET
     try:
@@ -166,7 +166,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class Decorations:
-    """Records which decorations fail: pages, plots and pictures, which are made after the scores of a result.
+    """Records which decorations of a result fail. Decorations are pages, plots and pictures, made after the scores.
 
     failed: {name of a decoration that could not be made: reason}.
     """
@@ -176,9 +176,10 @@ class Decorations:
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Within the context, an error is recorded in `failed` instead of raised, except a mistake of the user.
+        """Within the context, records an error in `failed` instead of raising it. A UserError is raised.
 
-        A UserError from a Ray task is recorded, too, because the driver has checked the same configuration before.
+        A UserError from a Ray task is recorded like other errors. It is no mistake of the user, because the driver has
+        checked the same configuration before.
         """
         try:
             yield
@@ -186,7 +187,7 @@ class Decorations:
             cause = cause_of(error)
             if isinstance(error, UserError) and cause is error:
                 raise
-            reason = without_secrets(f"{type(cause).__name__}: {cause}")  # the reason is stored
+            reason = without_secrets(f"{type(cause).__name__}: {cause}")  # because the reason is stored
             self.failed[name] = " ".join(reason.split())[:MAX_REASON]
             logger.debug(f"{name} failed", exc_info=True)
 

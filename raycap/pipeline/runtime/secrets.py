@@ -2,7 +2,7 @@
 
 Messages, log lines and stored texts pass through `without_secrets`, which removes
 
-- the values of environment variables whose names say that they are secret;
+- the values of environment variables whose names suggest a secret;
 - the variables and passwords of the configurations that this process has read, because a library may quote them;
 - the user and password of any address, private keys, and options such as `?token=...`.
 """
@@ -38,7 +38,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_option(name: str, value: str) -> bool:
-    """True if the name of NAME=VALUE suggests a secret and the value is not short, as that of max_tokens is."""
+    """True if NAME=VALUE is a secret: the name suggests one, and the value is not short (as in max_tokens=20)."""
     return len(value) >= MIN_SECRET and is_secret_name(name)
 
 
@@ -90,7 +90,7 @@ def forget_all() -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Removes secrets from a text, as the top of this file lists them, or puts a mask in their place."""
+    """Returns a text in which the secrets that the top of this file lists are removed or masked."""
     if masks := _masks_of_environment() | _masks:  # a copy, because another thread may add secrets
         text = _any_of(frozenset(masks)).sub(lambda found: masks[found[0]], text)
     text = _PRIVATE_KEY.sub(rf"\1{MASK}", _USERINFO.sub("", text))
@@ -119,7 +119,7 @@ def _forms(value: str, mask: str) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4)
 def _any_of(values: frozenset[str]) -> re.Pattern[str]:
-    """A pattern that finds any of the values, but a value of only letters or only digits only as a whole word."""
+    """A pattern that finds any of the values. A value of only letters or only digits must be a whole word."""
     patterns = (
         rf"(?<![\w.]){value}(?!\w)" if value.isalpha() or value.isdigit() else re.escape(value)
         for value in sorted(values, key=len, reverse=True)

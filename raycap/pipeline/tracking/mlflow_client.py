@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10  # seconds that a request may take; a failed request is repeated once
+CALL_TIMEOUT_S = 10  # seconds that a request may take. A failed request is repeated once.
 SERVER_REMEDY = "set tracking.uri to a server; `raycap sync CONFIG` then also sends it the runs in the storage"
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 
@@ -66,7 +66,7 @@ def tracking_client(config: RunConfig) -> MlflowClient:
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 without a server
+    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 from this process
         options = config.storage.options
         if options.endpoint_url is not None:
             os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
@@ -113,7 +113,7 @@ def artifact_location(config: RunConfig) -> str | None:
 
 
 def _is_database(config: RunConfig) -> bool:
-    """True if this process opens the tracker's database without a server, and the database is not a SQLite file."""
+    """True if the tracker is a database other than SQLite, which this process opens without a server."""
     return tracking_uri(config).startswith(("postgresql", "mysql", "mssql"))
 
 
@@ -129,8 +129,8 @@ def get_or_create_run(
 ) -> str:
     """The id of the run whose tags include `match`. If there is no such run, creates one with `match` and `tags`.
 
-    A run is searched because it may exist although its id was not stored: the answer to its creation may have been
-    lost, or the process killed. start_time: of a new run, in milliseconds.
+    A run may exist although its id was not stored, because the answer to its creation was lost or the process was
+    killed. The search prevents a second run in this case. start_time: of a new run, in milliseconds since 1970.
     """
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in match.items())
     runs = client.search_runs([experiment], query)

@@ -55,7 +55,7 @@ class PyfuncModel:
             return self.service.pixels(_file_bytes(image))
         except BadImage as error:
             reason = str(error)
-        raise ValueError(f"row {row}: {reason}")  # without cause, because clients get the whole traceback
+        raise ValueError(f"row {row}: {reason}")  # not in `except`, because MLflow sends causes to clients
 
 
 def _file_bytes(image: Any) -> bytes:

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_S = 30  # seconds to wait for the background thread at the end of a run, longer than a request may take
-END_S = 60.0  # seconds after which no request begins at the end of a run (`Tracker.finish` takes them twice)
+END_S = 60.0  # seconds after which no request begins at the end of a run (`Tracker.finish` may take twice as long)
 LONGEST_PAUSE_S = 60.0  # seconds between two attempts, when a tracker is down for long
-METRICS_PER_REQUEST = 500  # half of the 1000 that a server accepts
+METRICS_PER_REQUEST = 500  # MLflow's server accepts at most 1000
 SENT_FILE = "log/tracked.json"
 SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
 NOT_METRICS = ("step", "time", "total")  # numbers in journal entries that are not sent as metrics
@@ -73,7 +73,7 @@ class Tracker:
         """Starts the background thread, unless tracking is off."""
         if self.folder.config.tracking.enabled:
             warn_of_local_file(self.folder.config)
-            with contextlib.suppress(OSError):  # a storage error ends the run elsewhere, where it matters
+            with contextlib.suppress(OSError):  # the run itself will raise a storage error
                 SentRecord(self.folder).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
             self._thread.start()
@@ -125,9 +125,9 @@ class Tracker:
                 raise TimeoutError(f"no answer for {JOIN_S} s")
 
     def _follow(self) -> None:
-        """The background thread: sends new entries until the run ends. Each failure doubles the pause, to a limit."""
+        """The background thread: sends new entries. After each failure, it waits twice as long as before."""
         journal, pause = self.folder.journal, self.every_s
-        sent_bytes = 0  # of the journal, when it was sent last
+        sent_bytes = 0  # the size of the journal when it was sent last
         while not self._stop.wait(pause):
             size = journal_bytes(journal)
             if size == sent_bytes and not self._failing:
@@ -221,7 +221,7 @@ def stored_records(folder: RunFolder) -> Values:
 def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) -> None:
     """Creates missing runs in MLflow, and sends the journal entries that were not sent before.
 
-    status: ends the parent and all unfinished stages with this status. If it is None, these are RUNNING, also if an
+    status: the status with which the parent and all unfinished stages end. If it is None, they are RUNNING, also if an
     earlier attempt has failed. Raises what MLflow raises.
     """
     record = SentRecord(folder)
@@ -262,7 +262,7 @@ def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClien
     tags = [RunTag("raycap.signature", first_split["signature"])]
     client.log_batch(parent, metrics=[Metric(name, value, time_ms, 0) for name, value in scores.items()], tags=tags)
     for file in ("report.html", "scores.json", "run.json", "config.yaml"):
-        if (folder.path / file).is_file():  # a missing report has failed
+        if (folder.path / file).is_file():  # the report is missing if it could not be made
             client.log_artifact(parent, str(folder.path / file))
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
 
