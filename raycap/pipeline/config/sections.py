@@ -477,7 +477,7 @@ class StageSection(Section):
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """The decay per step of an average of the weights. The average is validated and kept in place of the weights."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    """The precision of matrix products. tf32 rounds factors to 10 bits on GPUs since Ampere. On other processors, it
+    """The precision of matrix products. tf32 rounds factors to 10 bits on GPUs since Ampere. On other processors, tf32
     is the same as float32."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """The type in which workers exchange gradients."""

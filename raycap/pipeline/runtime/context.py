@@ -1,4 +1,4 @@
-"""The `Context` through which the training loop knows its rank, device and requests to stop, and reports metrics.
+"""The `Context` from which the training loop gets its rank, device and requests to stop, and which takes its metrics.
 
 The loop reaches Ray only through a `Context`, so that tests can run the loop without Ray.
 """

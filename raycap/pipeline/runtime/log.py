@@ -178,8 +178,8 @@ class Decorations:
     def making(self, name: str) -> Iterator[None]:
         """Within the context, records an error in `failed` instead of raising it. A UserError is raised.
 
-        A UserError from a Ray task is recorded like other errors. It is no mistake of the user, because the driver has
-        checked the same configuration before.
+        A UserError from a Ray task is recorded like other errors: as the driver has checked the same configuration
+        before, the task's error is no mistake of the user.
         """
         try:
             yield

@@ -125,7 +125,7 @@ class Tracker:
                 raise TimeoutError(f"no answer for {JOIN_S} s")
 
     def _follow(self) -> None:
-        """The background thread: sends new entries. After each failure, it waits twice as long as before."""
+        """The background thread: sends new entries. After each failure, the pause is twice as long."""
         journal, pause = self.folder.journal, self.every_s
         sent_bytes = 0  # the size of the journal when it was sent last
         while not self._stop.wait(pause):
