@@ -20,8 +20,8 @@ from typing import TypeVar
 STOPPED = "raycap: stopped; run the same command again to continue"
 SAVE_LIMIT_S = 30
 SAVING = "raycap: saving before it stops; a second Ctrl-C ends it at once"
-# Signals within this many seconds count as one, because a process may receive the same signal as a member of its process
-# group and from a wrapper. A person who presses Ctrl-C twice takes longer.
+# Signals within this many seconds count as one, because a process may get the same signal from the terminal or system
+# and once more from a wrapper. A person who presses Ctrl-C twice takes longer.
 REPEAT_S = 0.15
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
