@@ -406,7 +406,7 @@ class ScstSection(Section):
     eos_in_loss: bool = True
     """Whether the log-probability of EOS is part of the loss."""
     fixed_length: Positive | None = None
-    """If it is set, each caption's summed log-probability is divided by this number."""
+    """Each caption's summed log-probability is divided by this number, if the key is set."""
     document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False
     """Sample with dropout, and compute the loss with the same dropout masks."""

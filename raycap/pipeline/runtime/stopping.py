@@ -41,7 +41,7 @@ def handle_signals() -> None:
     _Received.number = _Received.save = None
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell makes its background jobs ignore Ctrl-C
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as in background jobs
                 signal.signal(number, _stop)
         signal.signal(signal.SIGALRM, _interrupt)
 
