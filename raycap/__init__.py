@@ -1,7 +1,7 @@
 """The Python API of raycap: `raycap.load` gives a `Captioner`, which captions and explains images.
 
-docs/python.md describes it. Importing this package imports nothing else: every process of a cluster does so, and each
-name of the API is imported at its first use.
+docs/python.md describes the API. Each name of the API is imported when it is first used, because every process of a
+cluster imports this package and few of them use the API.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A model for Python programs: loads a bundle and captions images in the caller's process."""
+"""`load` and `Captioner` of the Python API, which load a model and caption images in the caller's process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raycap.pipeline.serving.host import LoadedModel, load_address
 
 
 class Captioner:
-    """Captions and explains images with one model; `load` makes it.
+    """Captions and explains images with one model. `load` creates a captioner.
 
-    Several threads may use one captioner. They decode images at the same time and take turns with the model. Processes
-    cannot share a captioner, so each of them calls `load`.
+    Several threads may use one captioner: they decode images in parallel and use the model one at a time. Processes
+    cannot share a captioner, so each process calls `load` itself.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -34,14 +34,14 @@ class Captioner:
         max_length: int | None = None,
         search: Mapping[str, object] | None = None,
     ) -> list[ImageCaption]:
-        """The captions of each image, in order. An image that cannot be read has `error` and no caption.
+        """Returns one result per image, in order. If an image cannot be read, its result has `error` and no caption.
 
         images: paths, s3:// URIs, bytes of image files, images of Pillow, or arrays (H, W), (H, W, 3) or (H, W, 4) of
-        uint8. batch_size: images per forward pass, by default 16. num_results: captions per image. beam_size and
-        max_length replace those of the model. search: further keys of the section `evaluation`, such as
-        {"ranking": "sum"}.
+        uint8. batch_size: images per forward pass, by default 16. num_results: captions per image. beam_size: by
+        default the model's. max_length: in tokens, by default the model's. search: values of further keys of the
+        section `evaluation`, such as {"ranking": "sum"}.
 
-        Raises UserError for values that no search takes, and StorageError while a storage does not answer.
+        Raises UserError if an argument is not valid, and StorageError if a storage does not answer.
         """
         if isinstance(images, str | bytes | bytearray | memoryview | Path) or not isinstance(images, Sequence):
             raise UserError(f"images has the type {type(images).__name__}; give a list of images, also for one image")
@@ -62,14 +62,14 @@ class Captioner:
         head: int | None = None,
         attribution: bool = True,
     ) -> Explanation:
-        """Where the model looks in an image for each word of a caption, as `raycap caption --explain` draws it.
+        """Returns maps of where the model looks in an image for each word of a caption (`raycap caption --explain`).
 
-        caption: by default the model's best caption. head: the number, from 0, of a head of the last decoder layer; by
-        default the mean over all heads. attribution: also compute integrated gradients, which take minutes of a CPU
-        core.
+        caption: by default the model's best caption. head: the number, from 0, of a head of the last decoder layer. By
+        default the mean over all heads is used. attribution: whether integrated gradients are computed as well, which
+        takes minutes on one CPU core.
 
-        Raises UserError for an image that cannot be read, a head that the model does not have, and a caption of too
-        many tokens.
+        Raises UserError if the image cannot be read, if the model has no such head, or if the caption has too many
+        tokens.
         """
         try:
             pixels = self._service.pixels(image, self._options)
@@ -89,14 +89,14 @@ def load(
     storage: str | Path = "results",
     endpoint_url: str | None = None,
 ) -> Captioner:
-    """Loads a model.
+    """Loads a model and returns a captioner for it.
 
-    model: the folder of a bundle, also s3://..., or champion:NAME for the model that `raycap retrain` keeps as the best
-    of the configuration NAME. device: by default a GPU if torch sees one. precision: bfloat16 changes a few captions,
-    and is faster for large models on hardware that supports it; auto measures which is faster. storage: the folder or
-    prefix in which champions are looked up. endpoint_url: the address of an S3-compatible server. Credentials come from
-    the environment.
+    model: the folder of a bundle, which may be an s3:// prefix. champion:NAME is the best model so far of the
+    configuration NAME, as `raycap retrain` keeps it. device: by default a GPU if torch sees one. precision: bfloat16
+    changes a few captions, and speeds up large models on hardware that supports it. auto measures both precisions and
+    takes the faster one. storage: the folder or s3:// prefix with the champions. endpoint_url: the address of an
+    S3-compatible server. Credentials come from the environment.
 
-    Raises UserError if this is no model that captions images.
+    Raises UserError if `model` is not a model that captions images, or if this machine does not have the device.
     """
     return Captioner(load_address(str(model), str(storage), endpoint_url, device=device, precision=precision))

@@ -1,28 +1,28 @@
-"""The errors that end a command, or explain a missing score, with one sentence in place of a traceback."""
+"""Errors that the user sees as one sentence instead of a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct. The message names the key or file, its value and a remedy. Exit code 2."""
+    """A mistake that the user can correct. The message names key or file, value and remedy. The exit code is 2."""
 
 
 class JobFailedError(RuntimeError):
-    """The failure of a job, for a reason that the message names. Exit code 1."""
+    """A job failed. The message gives the reason. The exit code of the command is 1."""
 
 
 class DamagedError(JobFailedError):
-    """A file of raycap is not what was written: it is missing, cut or changed. The message begins with its name."""
+    """A file that raycap wrote is missing, truncated or changed. The message begins with the name of the file."""
 
 
 class UnavailableError(Exception):
-    """A metric has no value for these captions. The message is the reason."""
+    """A metric cannot be computed for the given captions. The message gives the reason."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error that a task's function has raised, without the errors in which Ray wraps it. Others as they are.
+    """Returns the error that the function of a Ray task raised. Errors of other origin are returned unchanged.
 
-    The text of Ray's error is a traceback. If a task waits for another task, the error is wrapped twice.
+    Ray's wrappers are removed, because their text is a traceback. If a task waits for another task, there are two.
     """
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause

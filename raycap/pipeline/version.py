@@ -1,6 +1,7 @@
-"""The versions of raycap and its main packages, the commit, and the device. No other package is imported.
+"""The versions of raycap and its main packages, the commit and the device, as `raycap --version` prints them.
 
-In a checkout, git knows the commit. In a package for a cluster, a file has it.
+In a checkout the commit comes from git, and in a package for a cluster from the file COMMIT. This module imports only
+the standard library, so that the command takes milliseconds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import platform
 import subprocess
 from pathlib import Path
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # where NVIDIA's driver lists the GPUs that this process may use
-COMMIT_FILE = "COMMIT"  # in the packages of jobs and container images, which have no .git; a wheel has no such file
+GPUS = Path("/proc/driver/nvidia/gpus")  # NVIDIA's driver lists the GPUs of this process here
+COMMIT_FILE = "COMMIT"  # in packages for clusters and container images, because these have no .git
 
 
 def package_folder() -> Path:
@@ -20,9 +21,9 @@ def package_folder() -> Path:
 
 
 def commit() -> str:
-    """The commit's short hash, with `-dirty` if files differ from it. `unknown` without git and without the file."""
+    """The commit's short hash, with `-dirty` if files differ from the commit. "unknown" if no commit is found."""
     package = package_folder()
-    if (package.parent / ".git").exists():  # an installed package has none beside it
+    if (package.parent / ".git").exists():  # true in a checkout only
         command = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         try:
             return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -33,14 +34,14 @@ def commit() -> str:
 
 
 def version_lines() -> list[str]:
-    """The lines of `raycap --version`. They take milliseconds, because neither torch nor Ray is imported."""
+    """The lines that `raycap --version` prints."""
     packages = [f"{name:<8}{version_of(name)}" for name in ("torch", "ray")]
     head = f"raycap  {version_of('raycap')}"
     return [head, f"commit  {commit()}", f"python  {platform.python_version()}", *packages, f"device  {_device()}"]
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, or that it is missing."""
+    """The version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +49,7 @@ def version_of(package: str) -> str:
 
 
 def _device() -> str:
-    """The names and numbers of the GPUs that the driver lists; "CPU" if there are none."""
+    """The GPUs that the driver lists, such as "2 x NVIDIA H100". "CPU" if there are none."""
     models = []
     for file in sorted(GPUS.glob("*/information")):
         try:

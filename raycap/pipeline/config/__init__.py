@@ -1,1 +1,1 @@
-"""The configuration of a run: its sections, and reading, overriding and checking a YAML file."""
+"""The configuration of a run: its sections, and the functions that read, override and check a YAML file."""

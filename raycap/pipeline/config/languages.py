@@ -1,4 +1,4 @@
-"""Language codes, and the words on which captions of a language are scored."""
+"""Language codes, and which tokenizer splits the captions of a language into words."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 MetricTokenizer = Literal["PTB", "unicode", "characters"]
 
 ENGLISH = "en"
-# Values of `data.tokenizer` whose tokens can be parts of words. Equal neighbors are then no mistake of the model.
+# Values of `data.tokenizer` whose tokens can be parts of words, so that a token may rightly follow an equal one.
 PARTS_OF_WORDS = frozenset(("characters", "subword"))
-# A primary language subtag of BCP 47 (RFC 5646, section 2.1): two or three letters of ISO 639, or a longer one.
+# The primary language subtag of BCP 47 (RFC 5646, section 2.1): two or three letters (ISO 639), or up to eight letters.
 _CODE = re.compile("[a-z]{2,8}")
-# Languages whose words are not separated: Chinese, Japanese, Thai, Lao, Khmer and Burmese. Chinese has several codes.
+# Languages that do not separate words: Chinese (zh, cmn, yue, wuu), Japanese, Thai, Lao, Khmer and Burmese.
 WITHOUT_SPACES = frozenset(("zh", "cmn", "yue", "wuu", "ja", "th", "lo", "km", "my"))
 
 
-# Codes of three letters (ISO 639-2 and 639-3) of the languages that this file knows by their shorter code
+# {code of three letters (ISO 639-2 or 639-3): the shorter primary code}, for the languages that this file names.
 SHORTER_CODES = {
     **{"eng": ENGLISH, "zho": "zh", "chi": "zh", "jpn": "ja", "tha": "th"},
     **{"lao": "lo", "khm": "km", "mya": "my", "bur": "my"},
@@ -24,7 +24,7 @@ SHORTER_CODES = {
 
 
 def code_problem(code: str) -> str:
-    """What is wrong with a language code, as the end of a sentence; "" for a code in the right form."""
+    """The end of a sentence that says what is wrong with a language code. "" if its form is right."""
     if _CODE.fullmatch(code) is None:
         return "is not a language code; give the primary code of BCP 47 in lower case, such as en, de, hi or zh"
     if code in SHORTER_CODES:
@@ -33,7 +33,7 @@ def code_problem(code: str) -> str:
 
 
 def metric_tokenizer(language: str) -> MetricTokenizer:
-    """The tokenizer of the metrics: PTB for English, characters for languages without spaces, else Unicode's words."""
+    """The metrics' tokenizer: PTB for English, characters for languages without spaces, unicode for all others."""
     if language == ENGLISH:
         return "PTB"
     return "characters" if language in WITHOUT_SPACES else "unicode"

@@ -1,8 +1,9 @@
 """Reads configurations from YAML files, with `extends`, `--set` and `${VARIABLE}`, and checks them.
 
-A file may begin with `extends: other.yaml`, a path relative to the file. Its values are merged over those of the other
-file. Mappings are merged key by key, and lists of named items (the stages) by name. All other values are replaced. A
-section that gets another `name` (another model, schedule or optimizer) is also replaced, because it has other keys.
+A file may extend another one: `extends: other.yaml`, with a path relative to the file. The file's values are merged
+over those of the other file. Mappings are merged key by key, and lists of named items (the stages) by name. All other
+values are replaced. If a section (model, schedule or optimizer) gets another `name`, the whole section is replaced,
+because a section of that name has other keys.
 """
 
 from __future__ import annotations
@@ -35,27 +36,28 @@ from raycap.pipeline.storage.untrusted.documents import (
 )
 
 SectionType = TypeVar("SectionType")
-MAX_KEY_PARTS = 20  # of a dotted key
+MAX_KEY_PARTS = 20  # in a dotted key
 DATA_FILE_SECTIONS = ("data", "features", "evaluation")
-# pydantic's types of an error: for a key that is not there, and for one that the section does not have
+# pydantic's types of errors for a key that is missing, and for a key that the section does not have
 MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The checked configuration of a YAML file. overrides: `a.b=value`, with stages by name or number.
+    """Reads and checks the configuration in a YAML file.
 
-    Raises UserError with one sentence that names the key, its value, and the valid keys or values.
+    overrides: assignments `a.b=value`, in which a stage is named by its name or number. Raises UserError, whose message
+    is one sentence with the key, its value, and the valid keys or values.
     """
     return parse_config(read_values(path, overrides))
 
 
 def with_data(config: RunConfig, path: Path) -> RunConfig:
-    """The configuration with the images of a data file.
+    """A copy of a configuration for the images of a data file.
 
-    The file's section `data` replaces that of the configuration. Its optional sections `features` and `evaluation` are
-    merged over those of the configuration.
+    The file's section `data` replaces the configuration's. The file's optional sections `features` and `evaluation` are
+    merged over the configuration's.
 
-    Raises UserError as `load_config`, and if only one of the file and the configuration names region features.
+    Raises UserError like `load_config`, and if only one of file and configuration uses region features.
     """
     changes = expand_variables(read_file(path))
     if unknown := sorted(changes.keys() - set(DATA_FILE_SECTIONS)):
@@ -64,7 +66,7 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
         raise UserError(f"key data is missing in {path}; add the section of the images")
     features = changes.get("features")
     has_regions = isinstance(features, dict) and features.get("hdf5") is not None
-    # without this check, a model would find the regions of other images, because two data sets may have equal ids
+    # Ids of two data sets may be equal, so without this check a model could get the regions of other images.
     if has_regions == config.has_backbone:
         problem = "are for a model" if has_regions else "are missing, and the model is"
         raise UserError(
@@ -72,13 +74,13 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
             + ("leave them out" if has_regions else "name the HDF5 file of these images")
         )
     values = config.model_dump(mode="json") | {"data": {}}
-    # only keys of `evaluation` that were set, because the others come from a bundle's protocol
+    # Defaults of `evaluation` are left out, because a bundle's protocol gives the keys that were not set.
     values["evaluation"] = config.evaluation.model_dump(mode="json", exclude_unset=True)
     return parse_config(merge(values, changes))
 
 
 def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> Values:
-    """The plain values of a YAML file after `extends`, overrides and `${VARIABLE}`. Raises UserError.
+    """The plain values of a YAML file, with `extends`, overrides and `${VARIABLE}` resolved. Raises UserError.
 
     is_stored: as in `expand_variables`.
     """
@@ -98,16 +100,16 @@ def read_file(path: Path) -> Values:
 
 
 def referenced_files(path: Path) -> list[Path]:
-    """The configuration and the files that it extends. For a search, also its base and the files which that extends."""
+    """The file and all files that it extends. For a search, also its base and all files that the base extends."""
     files = [file for file, _ in _chain(path)]
     base = read_file(path).get("base")
     return files + ([file for file, _ in _chain(referenced_file(path.parent, base))] if isinstance(base, str) else [])
 
 
 def _chain(path: Path) -> list[tuple[Path, Values]]:
-    """The file, the file that it extends, and so on, each with its values.
+    """[(file, its values)] for the file `path`, the file that it extends, and so on.
 
-    A path under `base` becomes relative to the folder of the first file, because a search looks for it there.
+    A path under the key `base` is made relative to the folder of `path`, because a search looks for its base there.
     """
     chain = [(path, _read_yaml(path))]
     values = chain[0][1]
@@ -121,9 +123,10 @@ def _chain(path: Path) -> list[tuple[Path, Values]]:
 
 
 def _extended_file(name: object, chain: Sequence[Path]) -> Path:
-    """The path of the file that the last file of the chain extends. name: the value of its key `extends`.
+    """The file that the last file of the chain extends. name: the value of the key `extends` in the last file.
 
-    Raises UserError for a file that does not exist, is not below the first file's folder, or is already in the chain.
+    Raises UserError if the file does not exist, is already in the chain, or is neither a shipped configuration nor
+    below the folder of the first file.
     """
     last, folder = chain[-1], chain[0].parent.resolve()
     if not isinstance(name, str):
@@ -146,7 +149,7 @@ def _extended_file(name: object, chain: Sequence[Path]) -> Path:
 
 
 def _read_yaml(path: Path) -> Values:
-    """The mapping in one YAML file, with the section `storage` in its long form. Raises UserError."""
+    """The mapping in one YAML file, with the section `storage` in long form (`long_storage`). Raises UserError."""
     if not is_file(path):
         problem = "is a folder" if is_folder(path) else "does not exist"
         raise UserError(f"configuration {shown(path)} {problem}; give the path of a YAML file")
@@ -159,7 +162,7 @@ def _read_yaml(path: Path) -> Values:
 
 
 def merge(base: Values, changes: Values) -> Values:
-    """A copy of `base` into which `changes` are merged by the rules at the top of this file."""
+    """A copy of `base` with `changes` merged over it. The top of this file has the rules."""
     merged = dict(base)
     for key, value in changes.items():
         before = base.get(key)
@@ -177,16 +180,16 @@ def merge(base: Values, changes: Values) -> Values:
 
 
 def _has_names(value: object) -> bool:
-    """Whether a value is a list of mappings that all have a text as `name`."""
+    """True if a value is a list of mappings, each with a text as `name`."""
     return isinstance(value, list) and all(
         isinstance(item, dict) and isinstance(item.get("name"), str) for item in value
     )
 
 
 def apply_override(values: Values, override: str) -> None:
-    """Sets one `a.b=value` of the command line in plain values. Raises UserError."""
+    """Changes plain values, in place, by one `a.b=value` of the command line. Raises UserError."""
     key, separator, text = override.partition("=")
-    remember_address(text)  # an error may quote it
+    remember_address(text)  # an error may quote this text
     if not separator or not key:
         raise UserError(f"--set {quoted_value(override)} is not of the form a.b=value")
     value = parse_yaml(text, f"--set {shown(key)}")
@@ -199,12 +202,12 @@ def apply_override(values: Values, override: str) -> None:
 
 
 def set_value(data: Values, key: str, value: object, source: str) -> None:
-    """Sets a dotted key of plain values, with stages by name or number. Missing mappings on the way are made.
+    """Sets a dotted key of plain values, in place. Creates missing mappings on the way to the key.
 
-    A UserError begins with `source`.
+    key: names a stage by its name or number. source: the option or file that sets the key, for the text of UserError.
     """
     if key == "storage" and isinstance(value, str):
-        key = "storage.uri"  # the server and the other keys of the storage remain
+        key = "storage.uri"  # so that the server and the other keys of the storage remain
     parts = key.split(".")
     if len(parts) > MAX_KEY_PARTS:
         raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
@@ -222,7 +225,7 @@ def set_value(data: Values, key: str, value: object, source: str) -> None:
 
 
 def _stage_index(items: list[Any], part: str, source: str) -> int:
-    """The index of the stage with the name or number `part`. A UserError begins with `source`."""
+    """The index of the stage with the name or number `part`. Raises UserError, whose text begins with `source`."""
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if part in names:
         return names.index(part)
@@ -232,21 +235,21 @@ def _stage_index(items: list[Any], part: str, source: str) -> int:
 
 
 def parse_config(data: Values) -> RunConfig:
-    """A checked configuration from plain values. Raises UserError as `load_config`."""
+    """Makes and checks a configuration from plain values. Raises UserError like `load_config`."""
     data = data | {"storage": long_storage(data.get("storage", {}))}
-    remember_secrets(data)  # an error may quote any of them
+    remember_secrets(data)  # an error may quote any of these values
     return parse_section(RunConfig, data).with_references(data)
 
 
 def parse_stored_config(values: Values) -> RunConfig:
-    """A configuration as `dump_config` wrote it. A `${VARIABLE}` that is not set remains. Raises as `load_config`."""
+    """Like `parse_config`, for values that `dump_config` has written. A `${VARIABLE}` that is not set remains."""
     return parse_config(expand_variables(values, is_stored=True))
 
 
 def parse_section(section_type: type[SectionType], data: object, key: str = "") -> SectionType:
-    """Plain values as a pydantic model or dataclass. Raises UserError as `load_config`.
+    """Makes and checks a pydantic model or dataclass from plain values. Raises UserError like `load_config`.
 
-    `key` is the section's key in its file, for the error's sentence.
+    key: the section's key in its file, for the message.
     """
     try:
         return TypeAdapter(section_type).validate_python(data)
@@ -255,15 +258,15 @@ def parse_section(section_type: type[SectionType], data: object, key: str = "") 
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML (`RunConfig.stored_values`)."""
+    """The resolved configuration (`RunConfig.stored_values`) as YAML."""
     return yaml.safe_dump(config.stored_values(), sort_keys=False, allow_unicode=True)
 
 
 def shown_values(config: RunConfig, *, only_changes: bool = False) -> Values:
-    """The plain values of a configuration for a person: as `dump_config`, with the tracker's address.
+    """The plain values that `raycap config` prints: those of `dump_config`, and the tracker's address.
 
-    A user or password in the address is left out, unless it is a `${VARIABLE}`. only_changes: the keys that differ from
-    their defaults.
+    A user or password in the address is left out, unless it is a `${VARIABLE}`. only_changes: whether only keys that
+    differ from their defaults are returned.
     """
     values, address = config.stored_values(only_changes=only_changes), config.tracking.uri
     if address is not None:
@@ -272,9 +275,9 @@ def shown_values(config: RunConfig, *, only_changes: bool = False) -> Values:
 
 
 def _sentence(error: ValidationError, data: object, section_type: object, section: str) -> str:
-    """One of pydantic's errors as a sentence with the dotted key.
+    """Describes one of pydantic's errors in a sentence with the dotted key.
 
-    An unknown key comes before a missing one, because a key is often missing since its name was mistyped.
+    An unknown key is described rather than a missing one, because a key is often missing when its name was mistyped.
     """
     prefix = (section,) if section else ()
     errors = error.errors()
@@ -302,28 +305,28 @@ def _sentence(error: ValidationError, data: object, section_type: object, sectio
 
 
 def _hint(name: str, valid_names: Collection[str], introduction: str) -> str:
-    """The introduction and the valid names, after a question about the one that is most similar to `name`."""
+    """The end of a sentence: "did you mean ...?" if a valid name is similar to `name`, then all valid names."""
     similar = difflib.get_close_matches(name[:MAX_QUOTED], sorted(valid_names), n=1)
     question = f"did you mean {similar[0]}? " if similar else ""
     return f"{question}{introduction}: {', '.join(sorted(valid_names))}"
 
 
 def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Pydantic's location without the parts that are no keys: a system's name after `model`, and the type of a value.
+    """The location of a key: pydantic's location without the name of a system after `model` and the type of a value.
 
-    If a mapping has a key that is not allowed, it is the location of the mapping, because the message quotes the key.
+    If a mapping has a forbidden key, the result is the mapping's location, because pydantic's message quotes the key.
     """
     if location[-1:] == ("[key]",):
         location = location[:-2]
     last = str(location[-1]) if location else ""
-    if last in ("int", "float") or last.startswith("literal["):  # the value may have several types
+    if last in ("int", "float") or last.startswith("literal["):  # pydantic adds the type if the value may have several
         location = location[:-1]
     is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
     return (location[0], *location[2:]) if is_tagged else location
 
 
 def _dotted(location: Sequence[int | str], data: Any) -> str:
-    """A location as a dotted key, with a stage's name instead of its number if it has a name."""
+    """A location as a dotted key. A stage is named by its name, or by its number if it has no name."""
     parts = list(map(shown, location))
     if len(location) >= 2 and location[0] == "stages" and isinstance(location[1], int):
         stage = data["stages"][location[1]]
@@ -333,7 +336,7 @@ def _dotted(location: Sequence[int | str], data: Any) -> str:
 
 
 def _keys_at(location: Sequence[int | str], section_type: object) -> list[str]:
-    """The valid keys at a location, found by following the types of the sections."""
+    """The valid keys of the section at a location. section_type: the type of the section at the top."""
     types = _types_of_keys(section_type)
     for part in location:
         if part in MODEL_CONFIGS:  # pydantic inserts the system's name into a location (`_location`)
@@ -344,7 +347,7 @@ def _keys_at(location: Sequence[int | str], section_type: object) -> list[str]:
 
 
 def _types_of_keys(annotation: Any) -> Values:
-    """The keys, with their types, of the section in an annotation such as `Section | None`; empty without a section."""
+    """{key: type} of the section in an annotation such as `Section | None`. Empty if there is no section in it."""
     is_class = isinstance(annotation, type)
     if is_class and is_dataclass(annotation):
         return {field.name: field.type for field in fields(annotation)}

@@ -1,4 +1,4 @@
-"""The configuration of a run: all of its sections, and the checks across sections."""
+"""`RunConfig`, the configuration of a run with all its sections, and the checks that involve several sections."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from raycap.pipeline.storage.s3 import is_remote
 
 
 class RunConfig(Section):
-    """All keys of a run. A mark (`models.config.Identity`) says how a key enters the run's identity."""
+    """All keys of a run. Marks (`models.config.Identity`) decide which keys enter the run's identity, and how."""
 
     name: FileName
     seed: Seed = 0
     storage: Annotated[StorageSection, Identity.IGNORED] = StorageSection()
     data: DataSection
     backbone: Annotated[BackboneConfig, Identity.WITH_BACKBONE] = BackboneConfig()
-    """A run's file must set either the backbone or features.hdf5."""
+    """The file of a run must set either this section or features.hdf5."""
     features: FeatureSection = FeatureSection()
     model: ModelSection
     stages: Annotated[tuple[StageSection, ...], Field(min_length=1)]
     init_from: Annotated[Place | None, Identity.BUNDLE] = None
-    """A model bundle whose weights training starts from, with a fresh optimizer."""
+    """A model bundle. Training starts from its weights, with a new optimizer."""
     deliver: Literal["best", "last"] = "best"
-    """The stage whose weights the run delivers: the one with the best validation CIDEr-D, or the last one."""
+    """The stage whose weights the run delivers: the stage with the best validation CIDEr-D, or the last stage."""
     workers: Annotated[WorkersSection, Identity.IGNORED] = WorkersSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: Annotated[TrackingSection, Identity.IGNORED] = TrackingSection()
@@ -54,27 +54,28 @@ class RunConfig(Section):
     _expanded: dict[Location, Expanded] = PrivateAttr(default_factory=dict)
 
     def with_references(self, data: Values) -> Self:
-        """Keeps the references to variables of the plain values from which this configuration was made."""
+        """Records the `${VARIABLE}` references of the values from which this configuration was made. Returns itself."""
         self._expanded = remember_secrets(data)
         return self
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Remembers the secrets of a configuration that came from another process, so that messages leave them out."""
+        """Unpickles a configuration of another process, and remembers its secrets, so that no message shows them."""
         super().__setstate__(state)
         remember_secrets([self.model_dump(mode="json"), *self._expanded.values()])
 
     def without_tracker(self) -> Self:
-        """A copy for processes that need no tracker. It lacks the tracker's address, which may contain a password."""
+        """A copy without the tracker, whose address may contain a password, for processes that need no tracker."""
         config = self.model_copy(update={"tracking": TrackingSection(enabled=False)})
         config._expanded = {place: text for place, text in self._expanded.items() if place[0] != "tracking"}
         return config
 
     def stored_values(self, *, only_changes: bool = False) -> Values:
-        """The plain values that are stored or sent to the tracker. Texts contain `${VARIABLE}` as they were written.
+        """The plain values that are stored in the run's folder and sent to the tracker.
 
-        Numbers and switches have their values. The tracker's address is left out, because it may contain a password. A
-        run on region features has no backbone, so that a default section `backbone` is left out, too. only_changes:
-        only the keys that differ from their defaults, and the model's name.
+        Each text contains `${VARIABLE}` as it was written in the file, but a number or boolean has its value. The
+        tracker's address is left out, because it may contain a password. For a run on region features, a default
+        section `backbone` is left out, because the run has no backbone. only_changes: whether only the model's name and
+        the keys that differ from their defaults are returned.
         """
         unused = {"backbone"} if not self.has_backbone and self.backbone == BackboneConfig() else set()
         exclude: Values = {"tracking": {"uri"}, **dict.fromkeys(unused, True)}
@@ -104,7 +105,7 @@ class RunConfig(Section):
                 )
 
     def _check_regions(self) -> None:
-        """Raises ValueError if the source of the features does not fit the data, the model or the stages."""
+        """Raises ValueError if the features' source, a backbone or regions, does not fit data, model or stages."""
         if self.features.hdf5 == SYNTHETIC and self.data.synthetic is None:
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "
@@ -133,24 +134,24 @@ class RunConfig(Section):
 
     @property
     def has_backbone(self) -> bool:
-        """Whether a backbone computes the features. Otherwise they come from a detector's file `features.hdf5`."""
+        """True if a backbone computes the features. Otherwise a detector's file `features.hdf5` contains them."""
         return self.features.hdf5 is None
 
     @property
     def working_path(self) -> Path:
-        """The folder on this machine's disk: the storage itself, or the copy of a storage on S3."""
+        """The storage's folder on this machine's disk: the storage itself, or the local copy of a storage on S3."""
         if is_remote(self.storage.uri):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
         return Path(self.storage.uri).expanduser().resolve()
 
     def home(self, name: str) -> StoragePath | None:
-        """The place on S3 that is copied to the folder `name` of `working_path`. None for a local storage."""
+        """The place on S3 of which `working_path / name` is the local copy. None if the storage is local."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
 
     def require_storage(self) -> None:
         """Raises an error within seconds if the storage or the data set on S3 cannot be reached.
 
-        Commands call it first, because later requests are repeated for minutes.
+        Commands call this method first, because later requests are repeated for minutes before they fail.
         """
         for uri in (self.storage.uri, self.data.root):
             if uri is not None:
@@ -162,7 +163,7 @@ class RunConfig(Section):
         return storage_path(self.storage.uri, self.storage.options)
 
     def micro_batch_sizes(self, stage: StageSection) -> tuple[int, int]:
-        """The fewest and the most samples of a worker's micro-batch, because the number of workers may vary."""
+        """The smallest and the largest number of samples in a micro-batch of a worker, for all `workers.counts`."""
         fewest_workers, most_workers = self.workers.counts[0], self.workers.counts[-1]
         steps = stage.gradient_accumulation_steps
         return stage.batch_size // (most_workers * steps), math.ceil(stage.batch_size / (fewest_workers * steps))
@@ -172,5 +173,8 @@ class RunConfig(Section):
 
 
 def total_steps(stage: StageSection, num_samples: int) -> int:
-    """The number of optimizer steps of a stage. The last one may use samples of a new epoch. num_samples: per epoch."""
+    """The number of optimizer steps of a stage. num_samples: the samples per epoch.
+
+    The number is rounded up, so that the last step may use samples of one more epoch.
+    """
     return max(1, math.ceil(stage.epochs * num_samples / stage.batch_size))

@@ -44,7 +44,7 @@ def _check_file_name(name: str) -> str:
         raise ValueError(
             f"name {quoted_value(name)} must be letters, digits, '_', '-' and '.', a letter or digit first"
         )
-    if len(name) > 100:  # it becomes a part of the names of files, which have at most 255 bytes
+    if len(name) > 100:  # the name becomes part of file names, which have at most 255 bytes
         raise ValueError(f"name {quoted_value(name)} has {len(name)} characters; the limit is 100")
     return name
 
@@ -85,8 +85,8 @@ Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
-# Limits are far above what anyone would train (`models/config.py`). Where no other limit is known, products of numbers
-# stay in 64 bits, or in the range of float32.
+# Upper limits are far above what anyone would train (`models/config.py`). If no other limit is known, the limit keeps
+# products of numbers within 64 bits, or within the range of float32.
 Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
 Positive = Annotated[int, Field(gt=0, le=10**9), NUMBER]
 PositiveFloat = Annotated[float, Field(gt=0, le=1e38), NUMBER]
@@ -102,9 +102,9 @@ Processes = Annotated[int, Field(gt=0, le=10_000), NUMBER]
 Threads = Annotated[int, Field(ge=0, le=10_000), NUMBER]
 Epochs = Annotated[float, Field(gt=0, le=1e6), NUMBER]
 Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
-Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # Ray counts in steps of 0.0001
+Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # at least ten of the steps of 0.0001 in which Ray counts
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
-# the rows of `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
+# the metrics in `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
 ObjectMetric = Literal["CHAIR-i", "CHAIR-s"]
 DiversityMetric = Literal["Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
 EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
@@ -114,23 +114,23 @@ RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
 TEXT_ENCODER_FILES = ("model.safetensors", "config.json", "tokenizer.json")
 SYNTHETIC = "synthetic"  # this value of features.hdf5 selects the regions of the synthetic data set
 
-# The splits of 30 consecutive synthetic images; the next 30 repeat them.
-# The default of 1,500 images gives 1,200 train, 100 val, 150 test and 50 novel.
+# The splits of 30 consecutive synthetic images. Every further 30 images have the same splits, so the default of 1,500
+# images gives 1,200 train, 100 val, 150 test and 50 novel.
 SPLIT_CYCLE = ("train",) * 24 + ("val",) * 2 + ("test",) * 3 + ("novel",)
 
 
 class Section(BaseModel):
-    """A part of the configuration. Unknown keys are errors, and a value cannot be changed."""
+    """A part of the configuration. Unknown keys are errors, and values cannot be changed after creation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def check_values(self) -> None:
-        """Raises ValueError when the values contradict each other. Pydantic has checked each value before."""
+        """Raises ValueError if values contradict each other. Called after pydantic has checked each value alone."""
 
     def stated(self, key: str) -> str:
-        """A key of this section with its value, as a message names it, and whether the value is the default.
+        """`KEY = VALUE` for a message, followed by "(the default)" if the configuration does not set the key.
 
-        key: from the top of the configuration, such as data.min_count.
+        key: the dotted key from the top of the configuration, such as data.min_count.
         """
         name = key.rpartition(".")[2]
         origin = "" if name in self.model_fields_set else " (the default)"
@@ -147,10 +147,10 @@ class StorageSection(Section):
 
     uri: Place = "results"
     endpoint_url: Text | None = None
-    """The address of an S3-compatible server. By default it is AWS_ENDPOINT_URL, or else AWS."""
+    """The address of an S3-compatible server. By default the value of AWS_ENDPOINT_URL, or AWS if that is not set."""
     region: Name | None = None
     retry_minutes: Annotated[float, Field(ge=0, le=60), NUMBER] = RETRY_MINUTES
-    """How long a request to S3 that fails is repeated. A request that S3 refuses, such as 403, fails at once."""
+    """How long a failed request to S3 is repeated. A request that S3 refuses, for example with 403, is not repeated."""
 
     def check_values(self) -> None:
         if "@" in (self.endpoint_url or ""):
@@ -165,18 +165,18 @@ class StorageSection(Section):
 
 
 def long_storage(value: object) -> object:
-    """The section `storage` in its long form: `{uri: results}` for `results`. Other values remain."""
+    """The section `storage` in long form: `{uri: results}` for `results`. A section in long form is unchanged."""
     return {"uri": value} if isinstance(value, str) else value
 
 
 class SourceSection(Section):
-    """One annotation file of a data set with several annotation files."""
+    """One annotation file, if a data set has several."""
 
     annotations: Text
     images: Text = "."
-    """The folder of its images, relative to data.root, or an s3:// prefix."""
+    """The folder of the images in this file, relative to data.root, or an s3:// prefix."""
     split: Name | None = None
-    """The split of images for which neither the file nor a split list gives one."""
+    """The split of images to which neither the file nor a split list assigns a split."""
     rewarded: bool = True
     """Whether SCST rewards these captions. Set it to false for captions that a model wrote for images of the other
     sources. Cross entropy learns from both."""
@@ -193,56 +193,56 @@ class ColumnSection(Section):
 
 @dataclass(frozen=True)
 class SceneConfig:
-    """The synthetic data set. image_size: the width in pixels; smaller shapes than at 32 pixels look alike."""
+    """The synthetic data set: drawn scenes with captions."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "use_attribute_docstrings": True}
-    num_images: Annotated[int, Field(ge=len(SPLIT_CYCLE), le=10**5), NUMBER] = 1500  # fills all splits
+    num_images: Annotated[int, Field(ge=len(SPLIT_CYCLE), le=10**5), NUMBER] = 1500  # the minimum fills all splits
     image_size: Annotated[int, Field(ge=32, le=2048), NUMBER] = 64
-    """Drawn four times as large, which takes 200 MB at most."""
+    """The width in pixels. Below 32, shapes would look alike. Scenes are drawn four times as large (at most 200 MB)."""
     seed: Seed = 0
     language: Literal["en", "zh"] = "en"
-    """Of the captions; the pictures do not depend on it."""
+    """The language of the captions. The images are the same in both languages."""
 
 
 class DataSection(Section):
-    """The images and captions. `synthetic` generates the synthetic data set instead of reading `root`."""
+    """The images and captions. With `synthetic`, they are generated instead of read from `root`."""
 
     synthetic: SceneConfig | None = None
     root: Annotated[Place | None, Identity.IGNORED] = None
     """A folder or an s3:// prefix. A run's identity depends on the content of the data and not on this path."""
     format: Literal["auto", "karpathy", "coco", "nocaps", "table", "webdataset", "text"] = "auto"
     annotations: Text = "dataset.json"
-    """A file, several as shard-{000..009}.tar or part-*.parquet, or a folder."""
+    """A file, several files such as shard-{000..009}.tar or part-*.parquet, or a folder."""
     columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()
-    """A run's identity has the data's fingerprint instead."""
+    """The columns to read. A run's identity depends on the content that was read and not on the columns' names."""
     split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
     """{split: fraction} for images without a split. A hash of the image's name and split_seed selects the split."""
     split_seed: Annotated[Seed, Identity.IGNORED] = 0
     images: Text = "."
     """The folder or s3:// prefix below which the annotations name image files."""
     split: Name | None = None
-    """The split of images whose annotations name none."""
+    """The split of images to which the annotations assign no split."""
     sources: tuple[SourceSection, ...] = ()
     """Several annotation files, in place of annotations, images and split."""
     split_lists: dict[Name, Text] = {}
     """{split: file with one image name per line}, relative to data.root."""
     language: Language = ENGLISH
-    """The language of the captions. It decides the words on which they are scored."""
+    """The language of the captions, which decides how the metrics split captions into words."""
     tokenizer: Literal["expansionnet", "spacy", "tokens", "unicode", "characters", "subword"] = "expansionnet"
-    """How captions become tokens. `tokens` are those of Karpathy's dataset.json; docs/languages.md has the others."""
+    """How captions become tokens. `tokens` takes those in Karpathy's dataset.json. docs/languages.md has the others."""
     subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
-    """The size of a vocabulary of subwords, with the 256 bytes and the special tokens."""
+    """The size of a vocabulary of subwords, including the 256 bytes and the special tokens."""
     vocabulary_splits: tuple[Name, ...] | None = None
-    """The splits whose captions give the vocabulary. By default train_splits without those of a model's captions."""
+    """The splits whose captions give the vocabulary. By default those of train_splits whose captions people wrote."""
     train_splits: tuple[Name, ...] = ("train", "restval")
     val_split: Name = "val"
     test_splits: tuple[Name, ...] = ("test",)
     min_count: Positive = 5
-    """Rarer words are not in the vocabulary."""
+    """Words that occur less often in the captions are not in the vocabulary."""
     extra_vocabulary: Annotated[Text | None, Identity.FILE] = None
-    """A file of words for the vocabulary, in addition to those of the captions."""
+    """A file of words that the vocabulary contains in addition to the words of the captions."""
     max_bad_fraction: Fraction = 0.01
-    """A command fails if a larger part of the images cannot be used."""
+    """A command fails if a larger fraction of the images cannot be used."""
     max_pixels: Positive = 100_000_000
 
     def check_values(self) -> None:
@@ -281,49 +281,49 @@ class DataSection(Section):
 
     @property
     def taught_splits(self) -> set[str | None]:
-        """The splits of the sources with a model's captions (`rewarded: false`)."""
+        """The splits of the sources whose captions a model wrote (`rewarded: false`)."""
         return {source.split for source in self.sources if not source.rewarded}
 
     @property
     def rewarded_splits(self) -> tuple[str, ...]:
-        """The training splits with people's captions."""
+        """The training splits whose captions people wrote, which SCST rewards."""
         return tuple(name for name in self.train_splits if name not in self.taught_splits)
 
 
-# The CPUs of an actor that extracts features, and of a task that decodes images for it. They differ, because Ray Data
-# would decode inside the actors if they had equal resources.
+# CPUs of an actor that extracts features, and of a task that decodes images for an actor. The numbers differ, because
+# Ray Data would decode inside the actors if actors and tasks had equal resources.
 ACTOR_CPUS, DECODING_CPUS = 0.5, 0.4
 
 
 class FeatureSection(Section):
-    """Extraction and the feature store."""
+    """How features are extracted and stored."""
 
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16"], Identity.WITH_BACKBONE] = "auto"
     stored_dtype: Literal["float16", "float32"] = "float16"
     batch_size: Annotated[BatchSize, Identity.IGNORED] = 16
     rows_per_shard: Annotated[BatchSize, Identity.IGNORED] = 256
     num_actors: Annotated[Processes | None, Identity.IGNORED] = None
-    """Extracting processes. By default one on CPUs, and on GPUs a pool that grows to what the cluster has."""
+    """Extracting processes. By default one process on CPUs, or on GPUs as many as the cluster has room for."""
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
     threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
-    """Up to this many images are extracted by tasks, because starting actors would take longer than they save."""
+    """Up to this number of images, tasks extract the features, because starting actors takes longer than they save."""
     hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
-    """The file of a detector's region features (`pipeline.features.regions`), which replace a backbone; `synthetic`
-    selects the regions of the synthetic data set."""
+    """The file of a detector's region features (`pipeline.features.regions`), which replace a backbone's features.
+    `synthetic` selects the regions of the synthetic data set."""
     max_regions: Annotated[Count, Field(gt=0), Identity.WITH_REGIONS] = 100
     truncate_regions: Annotated[bool, Identity.WITH_REGIONS] = False
-    """If an image has more than max_regions: true keeps the first of them, false refuses the image."""
+    """If an image has more than max_regions regions: true keeps the first max_regions, false refuses the image."""
     views: Annotated[int, Field(ge=0, le=1000), NUMBER, Identity.WITH_BACKBONE] = 0
-    """Random versions of each training image, of which every epoch reads one. 0 for the images as they are."""
+    """Random versions of each training image. Every epoch reads one version. With 0, images are not changed."""
     augmentation: Annotated[Augmentation, Identity.WITH_BACKBONE] = Augmentation()
-    """How a view differs from its image."""
+    """The random changes that make a view from an image."""
     cache_gib: Annotated[PositiveFloat | None, Identity.IGNORED] = None
-    """The largest size in GiB of the cache of shards from S3, and also of the cache of images, if the disk has room. By
-    default it is half of the disk's free space when the cache is opened."""
+    """The maximum size in GiB of the cache of shards from S3, and also of the cache of images. A cache stays smaller if
+    the disk has no room. By default the maximum is half of the disk's free space when the cache is opened."""
     store: Literal["never", "always"] = "always"
-    """always: the features of training images are stored. never: frozen stages compute them at each step. The features
-    of other images are stored in both cases."""
+    """always: the features of training images are stored. never: stages with a frozen backbone compute these features
+    at each step. The features of other images are stored in both cases."""
 
     def check_values(self) -> None:
         if self.store != "always" and self.hdf5 is not None:
@@ -334,17 +334,17 @@ class FeatureSection(Section):
 
     @property
     def training_views(self) -> Views | None:
-        """The random versions of training images. None for the images as they are."""
+        """The random versions of training images. None if training images are not changed."""
         return Views(self.views, self.augmentation) if self.views else None
 
     @property
     def least_actors(self) -> int:
-        """The number of processes that the extraction needs to begin."""
+        """The number of processes with which the extraction starts."""
         return self.num_actors or 1
 
     @property
     def most_actors(self) -> int | None:
-        """The largest number of processes. None for as many as the cluster has room for."""
+        """The maximum number of processes. None if the pool may grow until the cluster has no more room."""
         grows = self.num_actors is None and self.gpus_per_actor > 0
         return None if grows else self.least_actors
 
@@ -355,7 +355,7 @@ class FeatureSection(Section):
 
 
 class ScheduleSection(Section):
-    """The learning rate by iteration. `pipeline.training.optimizer` has the formulae."""
+    """How the learning rate changes during a stage. `pipeline.training.optimizer` has the formulae."""
 
     name: Literal["hyperbolic", "linear", "inverse_sqrt", "cosine"] = "hyperbolic"
     warmup_iterations: Positive = 1
@@ -372,18 +372,18 @@ class OptimizerSection(Section):
     eps: PositiveFloat = 1e-9
     weight_decay: NonNegativeFloat = 0.0
     decayed_weights: Literal["all", "linear"] = "all"
-    """linear: only weights of linear and convolutional layers decay, and no norm, bias, embedding or position table."""
+    """linear: only weights of linear and convolutional layers decay. Norms, biases, embeddings and positions do not."""
     backbone_lr_factor: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1.0
-    """In end-to-end stages the backbone's learning rate is the stage's times this factor."""
+    """In stages with train_backbone, the learning rate of the backbone is `lr` times this factor."""
     layer_decay: Share = 1.0
-    """In end-to-end stages, the factor of a layer's learning rate is layer_decay ** (number of layers above it + 1)."""
+    """In stages with train_backbone, a layer's learning rate has the factor layer_decay ** (layers above it + 1)."""
 
 
 class PlateauSection(Section):
     """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score.
 
-    This is torch's ReduceLROnPlateau with a patience of one less and without its threshold: torch reduces after
-    patience + 1 validations, and counts only a score that is better by 1e-4 of the best.
+    torch's ReduceLROnPlateau does the same with a patience of one less and a threshold of 0. torch reduces the rate
+    after patience + 1 validations, and by default counts only a score that is better by 1e-4 of the best.
     """
 
     factor: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.5
@@ -393,8 +393,8 @@ class PlateauSection(Section):
 class ScstSection(Section):
     """Self-critical sequence training: the sampler, the baseline, the reward and the loss.
 
-    The defaults are the recipe of ExpansionNet v2. That of the Meshed-Memory Transformer is sampler: beam, baseline:
-    mean, eos_in_reward: false, document_frequency: captions, sampling_dropout: true, fixed_length: 20.
+    The defaults are the recipe of ExpansionNet v2. The recipe of the Meshed-Memory Transformer is sampler: beam,
+    baseline: mean, eos_in_reward: false, document_frequency: captions, sampling_dropout: true, fixed_length: 20.
     """
 
     num_samples: Annotated[int, Field(ge=2, le=1000), NUMBER] = 5
@@ -406,16 +406,16 @@ class ScstSection(Section):
     eos_in_loss: bool = True
     """Whether the log-probability of EOS is part of the loss."""
     fixed_length: Positive | None = None
-    """Divide each caption's summed log-probability by this number."""
+    """Each caption's summed log-probability is divided by this number, if the key is set."""
     document_frequency: Literal["images", "captions"] = "images"
     sampling_dropout: bool = False
-    """Sample in training mode, with the same masks of dropout with which the loss is computed."""
+    """Sample with dropout, and compute the loss with the same dropout masks."""
     reward: dict[RewardName, RewardWeight] = {"ciderd": 1.0}
-    """{reward: weight} of the sum (`pipeline.training.rewards.reward`). A reward of weight 0 is only logged."""
+    """{reward: weight} of the weighted sum (`pipeline.training.rewards.reward`). A weight of 0 only logs a reward."""
     divide_by_deviation: bool = False
     """Divide the advantages of an image's samples by the standard deviation of their rewards."""
     kl: NonNegativeFloat = 0.0
-    """The weight of the divergence from the model with which the stage began. It takes one more copy of the weights."""
+    """The weight of the divergence from the model at the start of the stage, which needs a second copy of the model."""
     max_cider_drop: Fraction = 0.3
     """The stage ends when validation CIDEr-D is below (1 - max_cider_drop) times the best."""
 
@@ -430,10 +430,10 @@ class ScstSection(Section):
 
     @property
     def signature(self) -> str:
-        """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the notation's version.
+        """The settings in the notation of SacreEOS (Hu et al. 2023), which ends with the version of the notation.
 
-        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation can name
-        CIDEr-D only. With other rewards, `|reward:...` lists all weights, and the part about CIDEr-D does not hold.
+        Settings that the notation lacks follow as `|key:value` if they differ from the defaults. The notation has no
+        reward but CIDEr-D. With other rewards, `|reward:...` lists all weights and the part about CIDEr-D is void.
         """
         mode = "STANDARD_wInit" if self.eos_in_reward else "NO<EOS>MODE_wInit"
         baseline = {"leave_one_out": "average", "mean": "average_all", "greedy": "greedy"}[self.baseline]
@@ -455,30 +455,30 @@ class StageSection(Section):
     objective: Literal["cross_entropy", "scst"]
     train_backbone: bool = False
     freeze: Annotated[tuple[Text, ...], Field(max_length=100)] = ()
-    """Parameters that are not trained. A name such as `model.encoder.0` includes all parameters in it; * and ? stand
-    for any text."""
+    """Parameters that are not trained. A name such as `model.encoder.0` includes all parameters in this module. In a
+    name, * matches any text and ? any character."""
     epochs: Epochs
     batch_size: BatchSize
-    """Samples of all workers in a step. A sample is an image, or with cross_entropy and one caption per image a pair of
-    an image and a caption."""
+    """Samples per step of all workers together. A sample is an image. With cross_entropy and one caption per image, a
+    sample is a pair of an image and a caption."""
     captions_per_image: Beams = 1
     lr: PositiveFloat
     schedule: ScheduleSection = ScheduleSection()
     optimizer: OptimizerSection = OptimizerSection()
     label_smoothing: Fraction = 0.1
     dropout: Fraction | None = None
-    """The dropout in this stage. By default it is the model's."""
+    """The dropout in this stage. By default the dropout in the section `model`."""
     drop_path: Fraction | None = None
-    """The backbone's drop_path in this stage. By default it is that of the section `backbone`."""
+    """The backbone's drop_path in this stage. By default drop_path in the section `backbone`."""
     max_grad_norm: PositiveFloat | None = None
     """A gradient with a larger norm is scaled down to this norm."""
     max_grad_value: PositiveFloat | None = None
-    """Each element of the gradient is cut to at most this absolute value."""
+    """Each element of the gradient is clipped to at most this absolute value."""
     ema: Annotated[float, Field(gt=0, lt=1), NUMBER] | None = None
     """The decay per step of an average of the weights. The average is validated and kept in place of the weights."""
     precision: Literal["float32", "tf32", "bfloat16", "float64"] = "float32"
-    """The precision of matrix products. tf32 rounds their factors to 10 bits on GPUs since Ampere, and is float32
-    elsewhere."""
+    """The precision of matrix products. tf32 rounds factors to 10 bits on GPUs since Ampere. On other processors, tf32
+    is the same as float32."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """The type in which workers exchange gradients."""
     scst: ScstSection | None = None
@@ -516,7 +516,7 @@ class StageSection(Section):
 
     @property
     def samples_are_pairs(self) -> bool:
-        """Whether a sample is an (image, caption) pair, and not an image with `captions_per_image` captions."""
+        """True if a sample is an (image, caption) pair. Otherwise it is an image with `captions_per_image` captions."""
         return self.captions_per_image == 1 and self.objective == "cross_entropy"
 
     @property
@@ -529,7 +529,7 @@ class WorkersSection(Section):
 
     num_workers: Processes = 1
     min_workers: Processes | None = None
-    """While nodes are missing, train with as few workers as this. By default it is num_workers."""
+    """The minimum number of workers, with which training runs while nodes are missing. By default num_workers."""
     gpus_per_worker: Gpus = 0
     cpus_per_worker: Cpus = 1
     resources: dict[Text, Annotated[float, Field(ge=0.0001, le=1e15), NUMBER]] = {}
@@ -537,17 +537,17 @@ class WorkersSection(Section):
     2.4e10}."""
     threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
     dry_run: bool = True
-    """Before training, take one step of every stage."""
+    """Take one step of every stage before training, so that a lack of memory shows at once."""
     num_decode_threads: Threads = 0
     max_failures_per_hour: NonNegative = 6
     """Training ends if more failures than this happen within an hour."""
     max_wait_minutes: Minutes = 30
-    """How long a stage waits for the cluster's resources before it starts."""
+    """The maximum time that a stage waits for the cluster's resources before it starts."""
     max_stall_minutes: Minutes = 60
-    """How long a stage or search may make no progress, for any reason, before it ends."""
+    """A stage or search ends if it makes no progress for this long."""
     log_every_steps: Positive = 20
     compile: bool = False
-    """torch.compile of each layer: needs a C++ compiler; its results differ in the last bits."""
+    """Whether torch.compile compiles each layer, which needs a C++ compiler. Results differ in the last bits."""
 
     @property
     def counts(self) -> range:
@@ -556,12 +556,12 @@ class WorkersSection(Section):
 
     @property
     def resources_of_worker(self) -> dict[str, float]:
-        """What each worker needs under Ray's names: its CPUs, its GPUs and `resources`."""
+        """{Ray's name of a resource: amount} that each worker needs: its CPUs, its GPUs and `resources`."""
         return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
 
     @property
     def task_options(self) -> Values:
-        """`resources_of_worker` as options of `ray.remote`, for a task that is started instead of a worker."""
+        """`resources_of_worker` as options of `ray.remote`, for a task that runs in the place of a worker."""
         others = dict(self.resources)
         memory = {"memory": others.pop("memory")} if "memory" in others else {}
         return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
@@ -581,7 +581,7 @@ class WorkersSection(Section):
 
 
 class EncoderSection(Section):
-    """A CLIP of the package open_clip."""
+    """A CLIP model of the package open_clip."""
 
     model: Text
     """The package's name of the architecture, such as ViT-B-32-quickgelu for OpenAI's ViT-B/32."""
@@ -589,41 +589,41 @@ class EncoderSection(Section):
 
 
 class TextEncoderSection(Section):
-    """A BERT or RoBERTa of the package transformers, and how BERTScore uses it."""
+    """A BERT or RoBERTa model of the package transformers, and how BERTScore uses the model."""
 
     folder: Annotated[Text, Identity.TEXT_ENCODER]
-    """With model.safetensors, config.json and tokenizer.json."""
+    """The folder with model.safetensors, config.json and tokenizer.json."""
     layer: Annotated[int, Field(ge=0, le=200), NUMBER]
     """The layer whose hidden states are compared."""
     idf: bool = False
-    """Whether rare tokens of the references count more."""
+    """Whether tokens that are rare in the references have a larger weight."""
 
     def model_files(self) -> dict[str, str]:
-        """The weights, the sizes and the tokenizer, by key."""
+        """{key: path} of the weights, the configuration and the tokenizer."""
         folder = Path(self.folder).expanduser()
         return {f"folder/{name}": str(folder / name) for name in TEXT_ENCODER_FILES}
 
 
 class ScoreInputsSection(Section):
-    """Files that some of `evaluation.metrics` need; `pipeline.evaluation.scores` describes them."""
+    """Files that some of `evaluation.metrics` need. `pipeline.evaluation.scores` describes the files."""
 
     objects: Annotated[Text | None, Identity.FILE] = None
-    """The words for objects, for CHAIR."""
+    """A file with the words for objects, for CHAIR."""
     instances: Annotated[Text | None, Identity.FILE] = None
-    """COCO's annotations of objects, for CHAIR."""
+    """A file with COCO's annotations of objects, for CHAIR."""
     clip: EncoderSection | None = None
-    """For CLIPScore."""
+    """The CLIP model for CLIPScore."""
     pac: EncoderSection | None = None
-    """For PAC-S: a CLIP with the weights of its authors."""
+    """The CLIP model for PAC-S, with the weights of the metric's authors."""
     bert: TextEncoderSection | None = None
-    """For BERTScore."""
+    """The text encoder for BERTScore."""
 
     def check_values(self) -> None:
         if self.instances is not None and self.objects is None:
             raise ValueError("evaluation.inputs.instances needs evaluation.inputs.objects, the words for the objects")
 
     def files(self) -> dict[str, str]:
-        """The files that are named, by key."""
+        """{dotted key: path} of the files that this section names."""
         files: dict[str, str | None] = {"objects": self.objects, "instances": self.instances}
         for key, encoder in (("clip", self.clip), ("pac", self.pac)):
             if encoder is not None:
@@ -642,33 +642,32 @@ class EvaluationSection(Section):
     beam_size: Beams = 5
     max_length: Tokens = 20
     num_results: Beams = 1
-    """Captions per image. If captions are not drawn (decoding.sampling), it is at most beam_size."""
+    """Captions per image, at most beam_size unless decoding.sampling is true."""
     ranking: Ranking = "mean"
-    """Finished beams are ranked by the mean log-probability of their tokens, by the sum, or by the sum divided by the
-    length penalty with this exponent (`models.decoding.search.length_divisor`)."""
+    """How finished beams are ranked: by the mean or sum of their tokens' log-probabilities. A number ranks by the sum
+    divided by the length penalty with this exponent (`models.decoding.search.length_divisor`)."""
     decoding: Decoding = Decoding()
     collapse_repeats: bool = False
-    """Equal neighboring words become one, as the Meshed-Memory Transformer's reference scores its captions."""
+    """Merge equal neighboring words into one, as the Meshed-Memory Transformer's code does before scoring."""
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     """Images per search. By default 32 on a CPU and 256 on a GPU, or fewer if the GPU's memory does not suffice."""
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """With bfloat16 (autocast) a few captions differ. auto is the faster one, which is measured once for a storage."""
+    """With bfloat16 (autocast), a few captions differ. auto takes the faster one, measured once per storage."""
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
-    """On a GPU, capture the search of the second batch of a shape as a graph, and replay it for later ones."""
+    """On a GPU, capture the search as a CUDA graph at the second batch of a shape, and replay it for later batches."""
     good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85
-    """The CIDEr-D from which a caption counts as good, for the confidence. The default is the score of people's
+    """For the confidence, a caption with at least this CIDEr-D counts as good. The default is the score of people's
     captions on COCO's server."""
     constraints: Annotated[Text | None, Identity.FILE] = None
-    """A file of words that captions must contain (`pipeline.evaluation.captioning.constraints` describes its format).
-    """
+    """A file of words that captions must contain. `pipeline.evaluation.captioning.constraints` describes the format."""
     metrics: Annotated[tuple[FurtherMetric, ...], Field(max_length=100)] = ()
-    """Metrics that are computed besides the default ones."""
+    """Metrics that are computed in addition to the default metrics."""
     inputs: ScoreInputsSection = ScoreInputsSection()
 
     def images_at_a_time(self, device: str) -> int:
-        """The images of one search on a device of the type "cpu" or "cuda".
+        """The number of images in one search on a device of the type "cpu" or "cuda".
 
-        On a GPU a search of few images waits for the processor at each step.
+        The default is larger on a GPU, because there a search of few images waits for the CPU at each step.
         """
         return self.batch_size or (256 if device == "cuda" else 32)
 
@@ -697,7 +696,7 @@ class EvaluationSection(Section):
             self.require_constraints("evaluation.constraints")
 
     def require_constraints(self, source: str) -> None:
-        """Raises UserError for a search that takes no constraints. source: the key or option that gives them."""
+        """Raises UserError if this search takes no constraints. source: the key or option with the constraints."""
         if self.decoding.sampling or self.decoding.beam_groups > 1:
             key = "sampling" if self.decoding.sampling else "beam_groups"
             raise UserError(
@@ -706,7 +705,7 @@ class EvaluationSection(Section):
             )
 
     def require_words(self, language: str, tokenizer: str) -> None:
-        """Raises UserError for keys that do not work with the captions of a language or tokenizer.
+        """Raises UserError if a key does not work with the language or the tokenizer of the captions.
 
         collapse_repeats and no_open_endings need tokens that are whole words, and no_open_endings needs English.
         """
@@ -729,7 +728,7 @@ class TrackingSection(Section):
 
     enabled: bool = True
     uri: Annotated[Text, AfterValidator(str.strip)] | None = Field(default=None, repr=False)
-    """The tracker's address. By default it is a SQLite file in the storage."""
+    """The address of MLflow. By default a SQLite file in the storage."""
     experiment: Name = "raycap"
 
 
@@ -740,17 +739,17 @@ class RetrainSection(Section):
     """
 
     split: Name | None = None
-    """The split on which models are compared, fixed at its first use. By default the first of data.test_splits."""
+    """The split on which models are compared, fixed when first used. By default the first of data.test_splits."""
     margin: NonNegativeFloat = 0.0
-    """In units of CIDEr-D; published scores are near 1.4."""
+    """In units of CIDEr-D, in which published scores are near 1.4."""
     confidence: Annotated[float, Field(ge=0.5, lt=1), NUMBER] = 0.95
     """The confidence of the two-sided interval."""
     lease_seconds: Annotated[float, Field(ge=0.01, le=MAX_LEASE_S), NUMBER] = 120
-    """How long a retraining that was killed keeps the next one from starting."""
+    """After a retraining was killed, the next retraining can start only after this time."""
 
 
 def _system(model: object) -> str:
-    """The key `name` of a section `model`, which selects the class that checks the section."""
+    """The value of `name` in a section `model`, which selects the class that checks the section."""
     return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
 
 

@@ -1,4 +1,4 @@
-"""The shipped configurations, which arguments name without folder and suffix: `demo` is raycap/configs/demo.yaml."""
+"""Finds shipped configurations by their names in arguments: `demo` means raycap/configs/demo.yaml."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from raycap.pipeline.version import package_folder
 
 
 def shipped_names(folder: str = "") -> list[str]:
-    """The names of the shipped configurations, or of those in a folder below raycap/configs/."""
+    """The sorted names of the shipped configurations in raycap/configs/ or in the folder `folder` below it."""
     return sorted(path.stem for path in _folder(folder).glob("*.yaml"))
 
 
 def named_place(path: Path) -> Path | None:
-    """The file or folder that an argument names, or else the shipped configuration of this name, if there is one."""
+    """The path itself if it exists, otherwise the shipped configuration of this name. None if there is neither."""
     return path if is_file(path) or is_folder(path) else _shipped_file(path, "")
 
 
 def named_config(path: Path | None) -> Path | None:
-    """The file of the configuration or search that an argument names, which may be a shipped one.
+    """The file of the configuration or search that an argument names by path or by the name of a shipped one.
 
-    None if there is no argument. Raises UserError if this is neither a file nor the name of a shipped configuration.
+    path: the argument. If it is None, the result is None. Raises UserError if there is neither a file of this path nor
+    a shipped configuration of this name.
     """
     return None if path is None else _named(path, "")
 
 
 def named_data(path: Path | None) -> Path | None:
-    """As `named_config`, for the data files in raycap/configs/data/."""
+    """The data file that an argument names. Like `named_config`, but with the shipped files in raycap/configs/data/."""
     return None if path is None else _named(path, "data")
 
 
 def referenced_file(folder: Path, name: str) -> Path:
-    """The file that a configuration in `folder` names under `extends` or `base`.
+    """The file that a configuration in `folder` names under `extends` or `base`. The returned file need not exist.
 
-    The name is a path relative to this folder. If there is no such file, it names a shipped configuration, also without
-    its suffix. The returned file need not exist.
+    name: a path relative to `folder`. If there is no such file, the name means a shipped configuration, with or without
+    the suffix .yaml.
     """
     path = folder / name
     if not is_file(path):
@@ -50,12 +51,12 @@ def referenced_file(folder: Path, name: str) -> Path:
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether a path leads to a file among the shipped configurations."""
+    """True if a path is a file in raycap/configs/, also through links."""
     return is_file(path) and path.resolve().is_relative_to(_folder("").resolve())
 
 
 def _named(path: Path, folder: str) -> Path:
-    """The file that an argument names. folder: that of the shipped files, below raycap/configs/."""
+    """The file of a path, or the shipped file of this name in `folder` below raycap/configs/. Raises UserError."""
     file = path if is_file(path) else _shipped_file(path, folder)
     if file is not None:
         return file
@@ -69,7 +70,7 @@ def _named(path: Path, folder: str) -> Path:
 
 
 def _shipped_file(path: Path, folder: str) -> Path | None:
-    """The shipped file of this name. None if there is none."""
+    """The shipped file of this name in `folder`. None if there is none."""
     return _folder(folder) / f"{path}.yaml" if str(path) in shipped_names(folder) else None
 
 

@@ -1,7 +1,7 @@
-"""`${VARIABLE}` in configurations: replaced when a configuration is read, kept where it is stored or sent.
+"""Replaces references `${VARIABLE}` when a configuration is read, and restores them before it is stored.
 
-A stored configuration, such as a run's config.yaml, contains the references and not the values, which may be secret.
-Ray's workers, which may lack the variables, receive the configuration as an object with the values.
+A stored configuration, such as a run's config.yaml, contains the references, because the values may be secret. Ray's
+workers receive the configuration as an object with the values, because they may not have the variables.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Location = tuple[str | int, ...]  # keys and indices from the top of a configura
 
 
 class Expanded(str):
-    """A text whose references are replaced.
+    """A text in which each `${VARIABLE}` was replaced by its value.
 
-    written: the text with its references. `repr` shows it, so that no message quotes a value. variables: the values of
-    the references by name.
+    written: the text with its references, which `repr` shows, so that no message quotes a value. variables: {name of a
+    variable in the text: value}.
     """
 
     written: str
@@ -40,15 +40,17 @@ class Expanded(str):
 
 
 def variable_names(text: str) -> list[str]:
-    """The names of the variables that a text refers to, each once, sorted."""
+    """The sorted names of the variables that a text refers to, without repetitions."""
     return sorted(set(REFERENCE.findall(text)))
 
 
 def expand_variables(value: object, key: str = "", *, is_stored: bool = False) -> Any:
-    """Replaces each `${VARIABLE}` in the plain values of `key`. Raises UserError for a variable that is not set.
+    """Returns a copy of plain values in which each `${VARIABLE}` in a text is replaced.
 
-    is_stored: the values are those of a stored configuration. In these a reference to a variable that is not set
-    remains, except in the section `storage`.
+    key: the dotted key of the values, for messages. is_stored: whether the values come from a stored configuration. If
+    so, a reference to a variable that is not set remains, except in the section `storage`.
+
+    Raises UserError for any other variable that is not set.
     """
     if isinstance(value, dict):
         return {
@@ -72,7 +74,7 @@ def expand_variables(value: object, key: str = "", *, is_stored: bool = False) -
 
 
 def texts_in(value: object, location: Location = ()) -> Iterator[tuple[Location, str]]:
-    """Yields the texts in plain values with their locations."""
+    """Yields (location, text) for each text in nested plain values. location: of `value` itself."""
     if isinstance(value, str):
         yield location, value
     elif isinstance(value, dict | list):
@@ -81,23 +83,23 @@ def texts_in(value: object, location: Location = ()) -> Iterator[tuple[Location,
 
 
 def is_secret(location: Location, text: str) -> bool:
-    """Whether a text of a configuration is a secret, by its content or by the name of its key."""
+    """True if the content of a configuration's text, or the name of its key, suggests a secret."""
     names = [part for part in location if isinstance(part, str)]
     rest = REFERENCE.sub("", text)
     return holds_secret(text) or bool(names and rest and is_secret_option(names[-1], rest))
 
 
 def quoted_value(value: object) -> str:
-    """A configuration's value as a message shows it. A mapping or list that contains a secret is shown by its size."""
+    """A value as a message quotes it. Of a mapping or list that contains a secret, only the size is shown."""
     if isinstance(value, dict | list) and any(is_secret(*found) for found in texts_in(value)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value)}"
     return quoted(value, without_secrets)
 
 
 def remember_secrets(values: object) -> dict[Location, Expanded]:
-    """Remembers the variables and passwords in plain values, so that messages leave them out.
+    """Remembers the variables and passwords in plain values, so that messages do not show them.
 
-    Returns the expanded texts by location.
+    Returns {location: text} of the texts in which a `${VARIABLE}` was replaced.
     """
     expanded = {}
     for location, text in texts_in(values):
@@ -110,7 +112,7 @@ def remember_secrets(values: object) -> dict[Location, Expanded]:
 
 
 def restore_references(values: Values, expanded: dict[Location, Expanded]) -> None:
-    """Puts `${VARIABLE}` back into the texts of plain values, unless a text has changed since it was expanded."""
+    """Puts `${VARIABLE}` back into the texts of plain values, in place. A text that has changed since is kept."""
     for location, text in expanded.items():
         node: Any = values
         try:
@@ -118,5 +120,5 @@ def restore_references(values: Values, expanded: dict[Location, Expanded]) -> No
                 node = node[part]
             if node[location[-1]] == text:
                 node[location[-1]] = text.written
-        except (LookupError, TypeError):  # the value was left out or replaced
+        except (LookupError, TypeError):  # the values no longer have this location
             continue

@@ -1,1 +1,1 @@
-"""Services of the process and the machine: training context, CPU settings, batches, metrics, log and progress."""
+"""Services for one process: training context, processor settings, batches, log, signals, names and secrets."""

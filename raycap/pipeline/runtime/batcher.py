@@ -1,4 +1,4 @@
-"""Collects the jobs that arrive while a batch is computed, and computes them as the next batch."""
+"""Batches of jobs: the jobs that arrive while one batch is computed become the next batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ Answer = TypeVar("Answer")
 
 
 class Batcher(Generic[Job, Answer]):
-    """Computes one batch at a time. A batch has all waiting jobs, in order, but at most `max_size`.
+    """Computes one batch at a time. A batch contains the waiting jobs in order of arrival, but at most `max_size`.
 
-    A job never waits for others to arrive, so that batches are small in an idle process and full in a busy one. In
-    contrast, `ray.serve.batch` closes a batch a few milliseconds after its first job, and has a queue of small batches
-    under load. compute: gives the answers to the jobs of a batch. It runs in `executor`.
+    compute: returns the answers to the jobs of a batch, in order, and runs in `executor`.
+
+    No job waits for other jobs to arrive, so batches are small while the process is idle and full while it is busy. In
+    contrast, `ray.serve.batch` closes a batch a few milliseconds after its first job, so under load it computes many
+    small batches.
     """
 
     def __init__(self, compute: Callable[[Sequence[Job]], Sequence[Answer]], max_size: int, executor: Executor) -> None:
@@ -26,9 +28,9 @@ class Batcher(Generic[Job, Answer]):
         self._worker: asyncio.Task[None] | None = None
 
     async def __call__(self, jobs: Sequence[Job]) -> list[Answer]:
-        """The answers to the jobs of a request, which may be in several batches. Raises what `compute` raises.
+        """Returns the answers to the jobs of a request, in order. Raises what `compute` raises.
 
-        The jobs of a cancelled call that still wait are left out.
+        The jobs may be divided between batches. If the call is cancelled, its waiting jobs are not computed.
         """
         loop = asyncio.get_running_loop()
         added = [(job, loop.create_future()) for job in jobs]
@@ -43,7 +45,7 @@ class Batcher(Generic[Job, Answer]):
             jobs, futures = [job for job, _ in batch], [future for _, future in batch]
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self.executor, self.compute, jobs)
-            except Exception as error:  # each caller gets it
+            except Exception as error:  # each caller with a job in the batch gets the error
                 for future in futures:
                     if not future.done():
                         future.set_exception(error)
@@ -53,7 +55,7 @@ class Batcher(Generic[Job, Answer]):
                     future.set_result(answer)
 
     def _next_batch(self) -> list[tuple[Job, asyncio.Future[Answer]]]:
-        """The next waiting jobs whose callers still wait."""
+        """Removes and returns the next jobs from the queue, without those whose calls were cancelled."""
         batch: list[tuple[Job, asyncio.Future[Answer]]] = []
         while self._waiting and len(batch) < self.max_size:
             job, future = self._waiting.popleft()

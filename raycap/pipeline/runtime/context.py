@@ -1,6 +1,6 @@
-"""What the training loop needs to know of its process: ranks, device, notices, and how to report metrics.
+"""The `Context` from which the training loop gets its rank, device and requests to stop, and which takes its metrics.
 
-The loop gets it as a `Context`, so that it never imports Ray.
+The loop reaches Ray only through a `Context`, so that tests can run the loop without Ray.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Context(Protocol):
     world_rank: int
     world_size: int
     device: torch.device
-    control_group: dist.ProcessGroup | None  # exchanges small CPU tensors and objects; None for the default group
+    control_group: dist.ProcessGroup | None  # for small CPU tensors and objects. None: torch's default group
 
     def report(self, metrics: Values) -> None:
-        """Sends metrics to the driver. All ranks wait for each other, so all must call it together."""
+        """Sends metrics to the driver. All ranks must call this together, because they wait for each other."""
 
     def has_notice(self) -> bool:
-        """Whether this worker will soon be ended. The method does not wait, and its answer may differ between ranks."""
+        """True if a worker will soon be ended. Does not wait for the other ranks, so their answers may differ."""
         return False
 
     def must_stop(self) -> bool:
-        """Whether training must save its state and end. As for `has_notice`, ranks may get different answers."""
+        """True if training must save its state and end. As with `has_notice`, the answers of ranks may differ."""
         return False
 
 
 class LocalContext(Context):
-    """A single process without a cluster and a driver, for tests, benchmarks and trials."""
+    """The context of a single process without a cluster, for tests, benchmarks and trials. Metrics are discarded."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.world_rank, self.world_size = 0, 1
@@ -59,13 +59,13 @@ class LocalContext(Context):
 
 
 class RayContext:
-    """A worker of Ray Train. Ray has already set up the process group.
+    """The context of a worker of Ray Train, which has already set up the process group.
 
-    It has a notice when this process got SIGTERM, which does not end the process, or when Ray drains the node of any
-    worker. Providers of spot nodes ask for that before they take a node away.
+    `has_notice` is True after this process got SIGTERM, which does not end the process, or when Ray drains the node of
+    any worker. Ray drains a spot node before its provider takes the node away.
 
-    It must stop when `asked_to_stop` returns True. Rank 0 calls this function every STOP_POLL_S seconds in a background
-    thread. An OSError counts as False.
+    `must_stop` is True on rank 0 after `asked_to_stop` has returned True. A background thread of rank 0 calls this
+    function every STOP_POLL_S seconds and treats an OSError as False.
     """
 
     def __init__(self, asked_to_stop: Callable[[], bool]) -> None:
@@ -76,14 +76,15 @@ class RayContext:
         context = ray.train.get_context()
         self.world_rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.device = torch.device("cpu") if computes_on_cpus() else get_device()
-        # with NCCL a message would wait until the GPU has finished the step, so messages go through gloo
+        # messages use gloo, because with NCCL a message would wait until the GPU has finished the step
         uses_nccl = self.device.type == "cuda" and self.world_size > 1
         self.control_group: dist.ProcessGroup | None = None
         if uses_nccl:
             _choose_interface(ray.util.get_node_ip_address())
             self.control_group = dist.new_group(backend="gloo")  # type: ignore[assignment]
         set_rank(self.world_rank)
-        # Signal handlers are set in the main thread, which runs the actor's methods. This is the training thread.
+        # This code runs in Ray's training thread, but Python sets signal handlers only in the main thread. The call
+        # goes through the actor, because the main thread executes the actor's methods.
         ray.get(ray.get_runtime_context().current_actor.__ray_call__.remote(_note_sigterm))
         self._must_stop, self._asked_to_stop = False, asked_to_stop
         if self.world_rank == 0:
@@ -95,7 +96,7 @@ class RayContext:
         ray.train.report(metrics)
 
     def has_notice(self) -> bool:
-        # The public `ray.train.get_preemption_info` would make all ranks wait for each other.
+        # The import is private, because the public `ray.train.get_preemption_info` makes all ranks wait for each other.
         from ray.train.v2._internal.execution.context import get_train_context
 
         return _got_sigterm or get_train_context().preemption_context.preemption_info is not None
@@ -104,7 +105,7 @@ class RayContext:
         return self._must_stop
 
     def _watch(self) -> None:
-        """Runs in the background thread."""
+        """The background thread: calls `asked_to_stop` until it returns True."""
         while not self._must_stop:
             time.sleep(STOP_POLL_S)
             with suppress(OSError):
@@ -112,9 +113,9 @@ class RayContext:
 
 
 def _choose_interface(address: str) -> None:
-    """Makes gloo use the network interface with this address, unless GLOO_SOCKET_IFNAME names an interface.
+    """Makes gloo use the network interface with this IP address, unless GLOO_SOCKET_IFNAME names an interface.
 
-    By default gloo uses the address of the host's name, which other hosts may be unable to reach.
+    By default gloo uses the IP address to which the host's name resolves, which other hosts may be unable to reach.
     """
     import psutil
 
@@ -124,7 +125,7 @@ def _choose_interface(address: str) -> None:
 
 
 def _note_sigterm(actor: object) -> None:
-    """On SIGTERM, sets a flag instead of ending the process. actor: unused; Ray passes it."""
+    """On SIGTERM, sets a flag instead of ending the process. actor: unused, but passed by Ray."""
 
     def note(*_: object) -> None:
         global _got_sigterm
@@ -134,7 +135,7 @@ def _note_sigterm(actor: object) -> None:
 
 
 def gather_objects(context: Context, value: Value) -> list[Value]:
-    """The values of all ranks in their order. All ranks must call this together, and all get the result."""
+    """Returns the values of all ranks, in the order of ranks, to every rank. All ranks must call this together."""
     values = [value] * context.world_size
     if context.world_size > 1:
         dist.all_gather_object(values, value, group=context.control_group)
@@ -142,9 +143,10 @@ def gather_objects(context: Context, value: Value) -> list[Value]:
 
 
 def any_rank(context: Context, *answers: bool) -> Callable[[], list[bool]]:
-    """Finds out for each of `answers` whether it is True on any rank. Returns a function that waits for the results.
+    """Starts to exchange answers between ranks. Returns a function that waits and returns the results.
 
-    All ranks must call this together. Until the function is called, the ranks exchange their answers in the background.
+    A result is True if the answer at its position is True on any rank. All ranks must call `any_rank` together and with
+    equally many answers. The exchange runs in the background, so that training can continue until the result is needed.
     """
     if context.world_size == 1:
         return lambda: list(answers)
@@ -159,7 +161,7 @@ def any_rank(context: Context, *answers: bool) -> Callable[[], list[bool]]:
 
 
 def sum_over_ranks(context: Context, values: torch.Tensor) -> torch.Tensor:
-    """Element-wise sum over all ranks, in place. All ranks must call this together."""
+    """Sums `values` over all ranks, in place, and returns them. All ranks must call this together."""
     if context.world_size > 1:
         dist.all_reduce(values)
     return values

@@ -1,7 +1,7 @@
-"""What a person sees of a command: its log, the progress of long work, and which pages and pictures failed.
+"""The log of a command: its lines at the terminal and in a file, the progress of long work, and failed pages.
 
-`configure_logging` shows the records of raycap's modules: one formatter serves the terminal, another one a run's log
-file. Without it (in a test, in a program that imports raycap) the standard rules of `logging` apply.
+A command calls `configure_logging`, which shows the records of raycap's modules at the terminal. `log_file` also
+appends records to a file. A program that imports raycap calls neither, so the standard rules of `logging` apply there.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
 LINE_EVERY_S = 5.0  # seconds between two lines about the progress of one task
 logger = logging.getLogger(__name__)
-MAX_REASON = 300  # characters
+MAX_REASON = 300  # characters of the reason why a page or picture failed
 
 
 def configure_logging(level: int = logging.INFO) -> None:
     """Shows records of `level` or above at the terminal (standard output). A second call changes the level.
 
-    A log file gets records of INFO or above even if the terminal shows warnings only. Other handlers in the process get
-    no records, because they do not remove secrets. For the same reason, a handler that fails prints nothing.
+    A log file gets records of INFO or above even if the terminal shows warnings only. Handlers of the root logger get
+    no records, because they do not remove secrets. A handler that fails prints nothing, because Python's report of the
+    failure would contain secrets.
     """
     logging.raiseExceptions = False
     handler = _terminal_handler() or _TerminalHandler()
@@ -44,14 +45,14 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def log_to_stderr() -> None:
-    """From now on shows records on standard error, because another program may read the standard output."""
+    """Shows all later records on standard error, because another program may read the standard output."""
     if handler := _terminal_handler():
         handler.uses_stderr = True
 
 
 @contextmanager
 def unchanged_level() -> Iterator[None]:
-    """Within the context, the terminal's level may be changed. Afterwards it is as before."""
+    """Restores the terminal's level at the end of the context, within which it may be changed."""
     handler = _terminal_handler()
     level = handler.level if handler else logging.NOTSET
     try:
@@ -62,7 +63,7 @@ def unchanged_level() -> Iterator[None]:
 
 
 def set_rank(rank: int) -> None:
-    """Marks the records of this process with its rank in data-parallel training, unless the rank is 0."""
+    """Begins the records of this process with `[rank N]`, unless its rank in data-parallel training is 0."""
     global _rank
     _rank = rank
 
@@ -79,9 +80,10 @@ def indented() -> Iterator[None]:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
-    """Within the context, records are also appended to a file, with date and time, as is an error that ends it.
+    """Within the context, records are also appended to a file, with date and time.
 
-    If the file cannot be written, one warning is logged instead.
+    If an exception ends the context, it is appended, too. If the file cannot be opened, one warning is logged and no
+    records are appended.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +110,8 @@ def log_file(path: Path) -> Iterator[None]:
 class _Formatter(logging.Formatter):
     """Begins every line of a record with its indentation and rank, and removes secrets.
 
-    In a file a line also has its date, time and level. On the terminal it has its level unless that is INFO. Control
-    characters are escaped, because a record may contain names and texts from elsewhere.
+    In a file, a line also has date, time and level. On the terminal, a line has its level unless the level is INFO.
+    Control characters are escaped, because a record may contain names and texts that strangers wrote.
     """
 
     def __init__(self, *, in_file: bool) -> None:
@@ -127,7 +129,7 @@ class _Formatter(logging.Formatter):
 
 
 class _TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes to the present value of `sys.stdout` or `sys.stderr`, which a program may replace."""
+    """Looks up `sys.stdout` or `sys.stderr` for each record, because a program may replace these streams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,14 +142,14 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 def _terminal_handler() -> _TerminalHandler | None:
-    """The handler that `configure_logging` added; None before its first call."""
+    """The handler that `configure_logging` added. None if it was not called yet."""
     handlers = logging.getLogger(PACKAGE).handlers
     return next((handler for handler in handlers if isinstance(handler, _TerminalHandler)), None)
 
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Logs every five seconds how many of `total` images are done. Yields a function that takes the newly done ones."""
+    """Yields a function that takes a number of newly done images, and logs the progress every LINE_EVERY_S seconds."""
     begin = last = time.monotonic()
     done = 0
 
@@ -164,9 +166,9 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 class Decorations:
-    """Records which decorations of a result fail. Decorations are its pages, plots and pictures, made after the scores.
+    """Records which decorations of a result fail. Decorations are pages, plots and pictures, made after the scores.
 
-    failed: {decoration: reason} of those that could not be made.
+    failed: {name of a decoration that could not be made: reason}.
     """
 
     def __init__(self) -> None:
@@ -174,9 +176,10 @@ class Decorations:
 
     @contextmanager
     def making(self, name: str) -> Iterator[None]:
-        """Records an error of the context in `failed` instead of raising it. A mistake of the user is raised.
+        """Within the context, records an error in `failed` instead of raising it. A UserError is raised.
 
-        An error from a Ray task is never a mistake of the user, because the driver has checked the same configuration.
+        A UserError from a Ray task is recorded like other errors: as the driver has checked the same configuration
+        before, the task's error is no mistake of the user.
         """
         try:
             yield
@@ -184,11 +187,11 @@ class Decorations:
             cause = cause_of(error)
             if isinstance(error, UserError) and cause is error:
                 raise
-            reason = without_secrets(f"{type(cause).__name__}: {cause}")  # it is stored
+            reason = without_secrets(f"{type(cause).__name__}: {cause}")  # because the reason is stored
             self.failed[name] = " ".join(reason.split())[:MAX_REASON]
             logger.debug(f"{name} failed", exc_info=True)
 
     def log_failed(self, remedy: str = "the same command makes it again") -> None:
-        """Logs one line for each decoration that could not be made."""
+        """Logs a warning for each decoration that could not be made. remedy: the last words of the warning."""
         for name, reason in self.failed.items():
             logger.warning(f"{name} could not be made ({reason}); {remedy}")

@@ -1,4 +1,4 @@
-"""Names and texts that others wrote: paths, object keys that become local paths, and text for a terminal or message."""
+"""Checks names that strangers wrote, such as object keys that become local paths, and formats texts for messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ERROR = 500
 
 
 def relative_name(name: str, source: str) -> str:
-    """Returns `name` if it is a plain relative path, so that the file of this name is inside its folder.
+    """Returns `name` unchanged if it is a plain relative path, which cannot lead out of its folder.
 
     Raises UserError for an absolute path, for "..", ".", an empty part, a backslash, control characters, and text that
     is not UTF-8. source: where the name was found, for the message.
@@ -25,9 +25,10 @@ def relative_name(name: str, source: str) -> str:
 
 
 def expanded_path(path: Path | str) -> Path:
-    """The path with a home folder in place of `~` or `~user` at its start. Raises UserError if there is no such user.
+    """The path with the home folder in place of `~` or `~user` at its start. Raises UserError if there is no such user.
 
-    For options and environment variables; the texts of configurations have been checked.
+    Only options and environment variables need this check, because the texts of a configuration are checked when it is
+    read.
     """
     try:
         return Path(path).expanduser()
@@ -36,28 +37,29 @@ def expanded_path(path: Path | str) -> Path:
 
 
 def printable(text: str) -> str:
-    """`text` with each character that is not printable as an escape, so that it cannot control a terminal.
+    """Escapes the characters of `text` that are not printable, so that the text cannot control a terminal.
 
-    Line ends are escaped as well. Right-to-left marks and overrides count as not printable.
+    Line ends, right-to-left marks and overrides count as not printable.
     """
-    if text.isprintable():  # a fast check, which is enough for most texts
+    if text.isprintable():  # true for most texts, and faster than the loop
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def one_line(error: BaseException) -> str:
-    """The text of a library's error on one line of at most MAX_ERROR characters. If there is none, the error's type."""
+    """The text of an error on one line of at most MAX_ERROR characters. If the text is empty, the type of the error."""
     return printable(" ".join(str(error).split()))[:MAX_ERROR] or type(error).__name__
 
 
 def quoted(value: object, clean: Callable[[str], str] = str) -> str:
     """A value as an error message shows it: on one line, in at most MAX_QUOTED characters.
 
-    clean: removes secrets. It is called before the text is shortened, because half of a secret is not recognized.
+    clean: a function that removes secrets. `quoted` calls it before it shortens the text, because half of a secret
+    would not be recognized.
     """
     try:
         text = clean(printable(repr(value)))
-    except (ValueError, RecursionError):  # Python prints no integer of more than 4,300 digits
+    except (ValueError, RecursionError):  # from `repr`: an integer has too many digits, or lists are nested too deeply
         text = f"a very long {type(value).__name__}"
     if len(text) <= MAX_QUOTED:
         return text
@@ -66,12 +68,12 @@ def quoted(value: object, clean: Callable[[str], str] = str) -> str:
 
 
 def shown(name: object) -> str:
-    """A name as an error message shows it. A name that is long or not printable is `quoted`."""
+    """A name as an error message shows it: unchanged, or as in `quoted` if it is long or not printable."""
     text = str(name)
     return text if text == printable(text) and len(text) <= MAX_QUOTED else quoted(text)
 
 
 def shorten(ids: Iterable[object], limit: int = 10) -> str:
-    """The first `limit` ids and the number of the others, for a message."""
+    """A text for a message with the first `limit` ids and the number of the other ids."""
     names = [shown(image) for image in ids]
     return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"

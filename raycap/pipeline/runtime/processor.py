@@ -1,4 +1,4 @@
-"""How this process computes: on which device, with how many threads, how it keeps memory, and in which precision.
+"""Settings for the computations of a process: device, number of threads, allocation of memory, and precision.
 
 torch is imported only in functions, because its import takes seconds.
 """
@@ -17,23 +17,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# Parameters of mallopt, from glibc's malloc.h, where their names begin with M_.
+# M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX of glibc's malloc.h, the parameters that mallopt sets.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-MIN_SPEEDUP = 1.15  # by which bfloat16 must be faster: a smaller difference may be noise
-ROUNDS = 8  # of a measurement, after one round that warms up
+MIN_SPEEDUP = 1.15  # the factor by which bfloat16 must be faster, because a smaller difference may be noise
+ROUNDS = 8  # timed runs in each precision, after one run that warms up
 
 
 def computes_on_cpus() -> bool:
-    """Whether processes compute on the CPU although GPUs are assigned to them.
+    """True if the environment variable RAYCAP_DEVICE=cpu makes processes compute on CPUs, even with assigned GPUs.
 
-    The environment variable RAYCAP_DEVICE=cpu asks for it, so that placement on GPUs can be tested on nodes that have
-    none (`ray start --num-gpus=4`).
+    With this variable, placement on GPUs can be tested on nodes that have no GPU (`ray start --num-gpus=4`).
     """
     return os.environ.get("RAYCAP_DEVICE") == "cpu"
 
 
 def device_for(gpus: float) -> torch.device:
-    """The device of a process to which the configuration assigns `gpus` GPUs. Raises RuntimeError for a missing GPU."""
+    """The device of a process to which `gpus` GPUs are assigned. Raises RuntimeError if torch sees none of them."""
     import torch
 
     if not gpus or computes_on_cpus():
@@ -46,11 +45,13 @@ def device_for(gpus: float) -> torch.device:
 
 
 def prepare_processor(threads: int | None = None) -> None:
-    """Sets the number of torch's threads (None for torch's default), and lets the process keep freed memory.
+    """Sets the number of torch's threads, and makes the process keep freed memory for its next tensors.
 
-    Every step allocates large tensors of the same sizes again. By default glibc returns each freed tensor to the
-    system, which then has to zero new pages. That took a fifth of a beam search and a tenth of a training step. The
-    price is that a process keeps its peak memory until it ends. Without glibc the memory settings have no effect.
+    threads: if it is None, torch's default remains.
+
+    Every step allocates large tensors of the same sizes again. By default glibc returns each large freed tensor to the
+    system, which then has to zero new pages. Zeroing took a fifth of a beam search and a tenth of a training step. As a
+    cost, a process keeps its peak memory until it ends. Without glibc, the memory settings have no effect.
     """
     import torch
 
@@ -58,25 +59,25 @@ def prepare_processor(threads: int | None = None) -> None:
         torch.set_num_threads(threads)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, 2**30)  # bytes: smaller tensors come from the heap, which keeps freed memory
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # bytes: up to this much free memory is kept at the end of the heap
+        mallopt(_MMAP_THRESHOLD, 2**30)  # bytes. Smaller tensors come from the heap, which keeps freed memory.
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # bytes of free memory that are kept at the end of the heap
         mallopt(_ARENA_MAX, 1)  # one arena for all threads, because only the main arena keeps large tensors
 
 
 def computing_thread(threads: int) -> ThreadPoolExecutor:
-    """An executor with one thread for all computing of a process, including weight initialization and loading.
+    """An executor with one thread, in which a process must do all its computing, including loading of weights.
 
     Ray calls an actor from changing threads, and each thread that computes gets a permanent team of OpenMP threads. If
-    a process has more of these than cores, they sleep between operations instead of spinning, which took a third of the
-    time of a Swin backbone. Also, a thread that existed before `prepare_processor` has a malloc arena of its own, which
-    returns large tensors to the system at once.
+    a process has more OpenMP threads than cores, they sleep between operations instead of spinning, which took a third
+    of the time of a Swin backbone. Also, a thread that existed before `prepare_processor` has a malloc arena of its
+    own, which returns large tensors to the system at once. A single new thread avoids both.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))
 
 
 def memory_mb(device: torch.device) -> float:
-    """MiB of memory: on a CPU the resident set of the process, on a GPU the peak of its allocated tensors."""
+    """Memory in MiB: for a CPU the resident set of the process, for a GPU the peak of its allocated tensors."""
     if device.type == "cuda":
         import torch
 
@@ -88,10 +89,10 @@ def memory_mb(device: torch.device) -> float:
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Within the context, products of float32 numbers on a GPU use all their bits, or with "tf32" TensorFloat-32.
+    """Within the context, sets how precisely a GPU multiplies float32 numbers in matrices and convolutions.
 
-    TensorFloat-32 rounds factors to 10 bits after the point (GPUs since Ampere). By default torch uses it for
-    convolutions but not for matrices. On other processors nothing changes.
+    precision: with "tf32", GPUs since Ampere round factors to 10 bits after the point (TensorFloat-32). With any other
+    value, factors keep all bits. torch's own default is TensorFloat-32 for convolutions only. On CPUs nothing changes.
     """
     import torch
 
@@ -109,7 +110,7 @@ def float32_products(precision: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PrecisionTimes:
-    """The seconds per image that one computation takes in both precisions. device: its name."""
+    """Seconds per image that one computation takes in float32 and in bfloat16. device: the name of the GPU, or CPU."""
 
     device: str
     float32: float
@@ -117,7 +118,7 @@ class PrecisionTimes:
 
     @property
     def fastest(self) -> str:
-        """The precision to use: bfloat16 only if it is clearly faster."""
+        """The precision to use: bfloat16 if it is faster by the factor MIN_SPEEDUP, otherwise float32."""
         return "bfloat16" if self.float32 > MIN_SPEEDUP * self.bfloat16 else "float32"
 
     def __str__(self) -> str:
@@ -126,10 +127,10 @@ class PrecisionTimes:
 
 
 def measure_precisions(compute: Callable[[], object], device: torch.device, num_images: int = 1) -> PrecisionTimes:
-    """Times `compute` in float32 and under autocast to bfloat16, in turn. The fastest run of each counts.
+    """Times `compute` in float32 and under autocast to bfloat16, in turn. The fastest run in each precision counts.
 
-    Only a measurement shows what is faster, because a processor that supports bfloat16 may still be slower with it.
-    num_images: the number of images in one computation.
+    Only a measurement shows which is faster, because a processor that supports bfloat16 may still be slower with it.
+    num_images: the number of images in one call of `compute`.
     """
     import torch
 

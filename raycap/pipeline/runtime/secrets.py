@@ -1,8 +1,8 @@
 """Recognizes secrets and removes them from text.
 
-Messages, log lines and stored texts pass through `without_secrets`. It removes
+Messages, log lines and stored texts pass through `without_secrets`, which removes
 
-- the values of environment variables whose names say that they are secret;
+- the values of environment variables whose names suggest a secret;
 - the variables and passwords of the configurations that this process has read, because a library may quote them;
 - the user and password of any address, private keys, and options such as `?token=...`.
 """
@@ -14,7 +14,7 @@ import os
 import re
 from urllib.parse import quote
 
-MIN_SECRET = 6  # characters; shorter values, such as numbers, also occur in ordinary texts
+MIN_SECRET = 6  # characters. Shorter values also occur in ordinary texts, so they do not count as secrets.
 MASK = "***"
 REFERENCE = re.compile(r"\$\{(\w+)\}")
 
@@ -24,28 +24,29 @@ _SECRET_NAME = re.compile(
     r"|(?:^|[_-])(?:pass|pwd|pw|pat|sig|jwt|cookie|webhook|dsn)(?![a-z])",
     re.IGNORECASE,
 )
-# A password in a text ends at a blank or a quote. Digits before a slash are a port.
+# USER:PASSWORD@ of an address. A password ends at a blank or a quote. Digits before a slash are a port, no password.
 _USERINFO = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
 _PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 
-_masks: dict[str, str] = {}  # for each text that must not be shown, what is shown in its place
+_masks: dict[str, str] = {}  # {text that must not be shown: what is shown in its place}
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the name of a variable or option suggests a secret, such as GITHUB_PAT, DB_PWD or accessToken."""
+    """True if the name of a variable or option suggests a secret, such as GITHUB_PAT, DB_PWD or accessToken."""
     return name not in ("PWD", "OLDPWD") and _SECRET_NAME.search(name) is not None
 
 
 def is_secret_option(name: str, value: str) -> bool:
-    """Whether NAME=VALUE is a secret by its name. A short value, such as that of max_tokens, is not."""
+    """True if NAME=VALUE is a secret: the name suggests one, and the value is not short (as in max_tokens=20)."""
     return len(value) >= MIN_SECRET and is_secret_name(name)
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text holds a user or password of an address, an option such as password=..., or a private key.
+    """True if a text contains the password of an address, an option such as password=..., or a private key.
 
-    A user name is no secret if its password is a `${VARIABLE}`. Without a password it may be a token, so it is one.
+    A user name without a password counts as a secret, because it may be a token. A password that is a `${VARIABLE}` is
+    no secret, and neither is its user name.
     """
     plain = REFERENCE.sub("", text)
     found = [split_userinfo(plain)[0], *(match[0][:-1] for match in _USERINFO.finditer(plain))]
@@ -58,9 +59,9 @@ def holds_secret(text: str) -> bool:
 
 
 def split_userinfo(address: str) -> tuple[str, str]:
-    """Splits an address into its user and password, "" if it has none, and the rest.
+    """Splits an address into USER:PASSWORD and the address without them. USER:PASSWORD is "" if there is none.
 
-    The password ends at the last @, as SQLAlchemy reads it. Digits before a slash are a port.
+    The password ends at the last @, as in SQLAlchemy. Digits before a slash are a port and no password.
     """
     scheme, separator, rest = address.strip().partition("://")
     userinfo, _, place = rest.rpartition("@")
@@ -72,53 +73,53 @@ def split_userinfo(address: str) -> tuple[str, str]:
 
 
 def remember_address(address: str) -> None:
-    """Remembers the password of an address, or its user if there is no password, as a secret."""
+    """Makes `without_secrets` mask the password of an address, or its user if there is no password."""
     user, _, password = split_userinfo(address)[0].partition(":")
     _masks.update(_forms(password or user, MASK) | _masks)
 
 
 def remember_variable(name: str, value: str) -> None:
-    """Remembers the value of a variable of the configuration. Messages then show `${NAME}` in its place."""
+    """Makes `without_secrets` replace the value of a configuration's variable by `${NAME}`."""
     _masks.update(_forms(value, f"${{{name}}}"))
 
 
 def forget_all() -> None:
-    """Forgets what was remembered, because another command begins in the same process."""
+    """Forgets all remembered secrets, so that the next command in the same process begins without them."""
     _masks.clear()
     _masks_of_environment.cache_clear()
 
 
 def without_secrets(text: str) -> str:
-    """A text without users and passwords of addresses, values of secret options, and what was remembered."""
-    if masks := _masks_of_environment() | _masks:  # a copy, because another thread may read a configuration meanwhile
+    """Returns a text in which the secrets that the top of this file lists are removed or masked."""
+    if masks := _masks_of_environment() | _masks:  # a copy, because another thread may add secrets
         text = _any_of(frozenset(masks)).sub(lambda found: masks[found[0]], text)
     text = _PRIVATE_KEY.sub(rf"\1{MASK}", _USERINFO.sub("", text))
     return _OPTION.sub(lambda found: f"{found[1]}={MASK}" if is_secret_option(*found.groups()) else found[0], text)
 
 
-@functools.cache  # until `forget_all`
+@functools.cache  # `forget_all` clears the cache
 def _masks_of_environment() -> dict[str, str]:
-    """The values of secret names in this process's environment.
+    """{value: mask} of the environment variables whose names suggest a secret.
 
-    Paths, lower-case words and dates are left out, because they also occur in ordinary messages.
+    Paths, lower-case words and dates are left out, because such values also occur in ordinary messages.
     """
     masks = dict[str, str]()
     for name, value in sorted(os.environ.items()):
         is_ordinary = re.match(r"[a-z]*$|[\d-]*$|[/~.]", value) is not None
         if is_secret_name(name) and not is_ordinary:
-            masks |= _forms(value.strip(), f"${{{name}}}")  # a file's line end is not part of a secret
+            masks |= _forms(value.strip(), f"${{{name}}}")  # a value that was read from a file may end with a line end
     return masks
 
 
 def _forms(value: str, mask: str) -> dict[str, str]:
-    """The mask by form of a value: as it is, as Python prints it, as addresses quote it. Empty for short values."""
+    """{form of a value: mask}: as it is, as Python prints it, as addresses quote it. Empty if the value is short."""
     forms = (value, repr(value)[1:-1], quote(value, safe="")) if len(value) >= MIN_SECRET else ()
     return dict.fromkeys(forms, mask)
 
 
 @functools.lru_cache(maxsize=4)
 def _any_of(values: frozenset[str]) -> re.Pattern[str]:
-    """A pattern that finds any of the values. A value of letters only, or of digits only, is not found within words."""
+    """A pattern that finds any of the values. A value of only letters or only digits must be a whole word."""
     patterns = (
         rf"(?<![\w.]){value}(?!\w)" if value.isalpha() or value.isdigit() else re.escape(value)
         for value in sorted(values, key=len, reverse=True)

@@ -1,8 +1,8 @@
 """What Ctrl-C (SIGINT) and SIGTERM do to a command.
 
 The first signal raises KeyboardInterrupt in the main thread, so that a command can clean up. Within `saving_first`, the
-work is first asked to save its state. The exception follows at the end of the context, or after SAVE_LIMIT_S seconds. A
-second signal ends the process at once.
+work is first asked to save its state, and KeyboardInterrupt is raised at the end of the context or after SAVE_LIMIT_S
+seconds. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TypeVar
 STOPPED = "raycap: stopped; run the same command again to continue"
 SAVE_LIMIT_S = 30
 SAVING = "raycap: saving before it stops; a second Ctrl-C ends it at once"
-# Signals within this time count as one, because a process group and a wrapper may both pass the same signal on. A
-# person who presses Ctrl-C twice takes longer.
+# Signals within this many seconds count as one, because a process may get the same signal from the terminal or system
+# and once more from a wrapper. A person who presses Ctrl-C twice takes longer.
 REPEAT_S = 0.15
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class _Received:
-    """The first signal that the process got, and the function that `saving_first` wants called for it."""
+    """The first signal that the process received, its time, and the function that asks the work to save (or None)."""
 
     number: int | None = None
     time_s = 0.0
@@ -37,11 +37,11 @@ class _Received:
 
 
 def handle_signals() -> None:
-    """Installs the handlers, and forgets a signal that was received. Does nothing outside the main thread."""
+    """Forgets an earlier signal and installs the handlers. Outside the main thread, no handlers are installed."""
     _Received.number = _Received.save = None
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as in background jobs
                 signal.signal(number, _stop)
         signal.signal(signal.SIGALRM, _interrupt)
 
@@ -53,10 +53,12 @@ def exit_code() -> int:
 
 @contextmanager
 def saving_first(ask: Callable[[], None]) -> Iterator[None]:
-    """Within the context the first signal calls `ask`, which must return at once, and does not interrupt the work.
+    """Within the context, the first signal calls `ask` instead of interrupting the work.
 
-    The work should then save its state and end. KeyboardInterrupt is raised at the end of the context, also after an
-    error, or SAVE_LIMIT_S seconds after the signal. Outside the main thread this does nothing.
+    ask: asks the work to save its state and end. The function must return at once.
+
+    After a signal, KeyboardInterrupt is raised at the end of the context, also if the work has failed, or after
+    SAVE_LIMIT_S seconds. Outside the main thread, the context changes nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -73,9 +75,9 @@ def saving_first(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def restoring_handlers() -> Iterator[None]:
-    """Installs the handlers again at the end of the context, within which Ray replaces them, also in native code.
+    """Installs the signal handlers again at the end of the context, because Ray replaces them, also in native code.
 
-    Ray's handler turns SIGTERM into SystemExit, which then becomes KeyboardInterrupt.
+    On SIGTERM, Ray's handler raises SystemExit. The context raises KeyboardInterrupt in its place.
     """
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -92,10 +94,10 @@ def restoring_handlers() -> Iterator[None]:
 
 
 def call_in_thread(function: Callable[[], Result]) -> Result:
-    """The result of a function that runs in another thread, so that it installs no signal handlers, as Ray Train would.
+    """Runs a function in another thread and returns its result, so that Ray Train cannot replace signal handlers.
 
-    The main thread waits and handles signals. If that raises an exception, the function continues in the background
-    until the process ends.
+    The main thread waits and handles signals. If a signal raises an exception there, the function continues in the
+    background until the process ends.
     """
     future, context = Future[Result](), contextvars.copy_context()
 
@@ -115,7 +117,7 @@ def _stop(number: int, _: object) -> None:
         _Received.number, _Received.time_s = number, time.monotonic()
         if _Received.save is None:
             raise KeyboardInterrupt
-        os.write(2, f"{SAVING}\n".encode())  # `print` cannot be interrupted by itself
+        os.write(2, f"{SAVING}\n".encode())  # `print` would fail if the signal interrupted another `print`
         signal.alarm(SAVE_LIMIT_S)
         _Received.save()
     elif time.monotonic() - _Received.time_s > REPEAT_S:
@@ -124,5 +126,5 @@ def _stop(number: int, _: object) -> None:
 
 
 def _interrupt(*_: object) -> None:
-    """The handler of the alarm after SAVE_LIMIT_S. Ray, in which the main thread may wait, ignores other exceptions."""
+    """The handler of the alarm. Raises KeyboardInterrupt, because a main thread inside Ray ignores other exceptions."""
     raise KeyboardInterrupt

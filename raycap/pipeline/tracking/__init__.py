@@ -1,1 +1,1 @@
-"""The connection to MLflow. Only this package imports `mlflow`."""
+"""Sends runs and models to MLflow. Only this package imports `mlflow`."""

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 10  # the timeout of a request, which is repeated once
+CALL_TIMEOUT_S = 10  # seconds that a request may take. A failed request is repeated once.
 SERVER_REMEDY = "set tracking.uri to a server; `raycap sync CONFIG` then also sends it the runs in the storage"
 PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """The tracker's address, which may contain a password; by default a SQLite file in the working folder."""
+    """The address of the tracker, which may contain a password. By default, a SQLite file in the working folder."""
     return config.tracking.uri or f"sqlite:///{config.working_path / 'mlflow.db'}"
 
 
 def warn_of_local_file(config: RunConfig) -> None:
-    """Logs a warning if the tracker's file is lost with this machine, although the storage is on S3."""
+    """Logs a warning if MLflow's data would be lost with this machine, although the storage is on S3."""
     if is_only_here(config):
         logger.warning(f"MLflow's data are only on this machine, in {public_uri(config)}; {SERVER_REMEDY}")
 
 
 def is_only_here(config: RunConfig) -> bool:
-    """Whether the tracker is a file on this machine's disk, as by default, although the storage is on S3."""
+    """True if the storage is on S3, but the tracker is the default file on this machine's disk."""
     return config.tracking.enabled and config.tracking.uri is None and is_remote(config.storage.uri)
 
 
@@ -51,22 +51,22 @@ def reason_of(error: Exception) -> str:
 
 
 def tracking_client(config: RunConfig) -> MlflowClient:
-    """An MLflow client for the configured tracker. If its SQLite file is missing, it is created.
+    """An MLflow client for the configured tracker. Creates the SQLite file of the tracker if it is missing.
 
-    The client connects to a server when it is first used.
+    The client connects to a server only when it is first used.
     """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(CALL_TIMEOUT_S))
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
-    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it prints the address with its password
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # MLflow prints the address with its password
     from mlflow import MlflowClient
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if (file := _sqlite_file(config)) is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uses this storage itself
+    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 from this process
         options = config.storage.options
         if options.endpoint_url is not None:
             os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
@@ -76,9 +76,10 @@ def tracking_client(config: RunConfig) -> MlflowClient:
 
 
 def _create_database(file: Path) -> None:
-    """Creates MLflow's SQLite file whole or not at all.
+    """Creates MLflow's SQLite file under a temporary name, and renames it when it is complete.
 
-    MLflow creates it by dozens of migrations. If it were killed between two of them, no later process could use it.
+    MLflow makes dozens of migrations. If the process were killed between two of them, no later process could use the
+    file.
     """
     from mlflow import MlflowClient
 
@@ -89,7 +90,7 @@ def _create_database(file: Path) -> None:
 
 
 def experiment_of(client: MlflowClient, config: RunConfig) -> str:
-    """The id of the configured experiment, which is created when it does not exist."""
+    """The id of the configured experiment. Creates the experiment if it does not exist."""
     experiment = client.get_experiment_by_name(config.tracking.experiment)
     if experiment is not None:
         return experiment.experiment_id
@@ -97,11 +98,11 @@ def experiment_of(client: MlflowClient, config: RunConfig) -> str:
 
 
 def artifact_location(config: RunConfig) -> str | None:
-    """The folder for a new experiment's files. None for MLflow's default, if the tracker is a server or a folder.
+    """The folder for the files of a new experiment. None (MLflow's default) if the tracker is a server or a folder.
 
-    For a database that is opened without a server, MLflow's default is `./mlruns` in the current directory. A SQLite
-    file gets a folder beside it instead (`mlflow` for mlflow.db). Another database gets a folder in the run's storage,
-    which may be on S3.
+    For a database without a server, MLflow's default would be `./mlruns` in the current directory. The files of a
+    SQLite database are therefore in a folder beside it (`mlflow` for mlflow.db), and those of any other database in a
+    folder of the run's storage, which may be on S3.
     """
     if (file := _sqlite_file(config)) is not None:
         return file.with_name(file.stem if file.suffix else f"{file.name}-artifacts").as_uri()
@@ -112,12 +113,12 @@ def artifact_location(config: RunConfig) -> str | None:
 
 
 def _is_database(config: RunConfig) -> bool:
-    """Whether the tracker is a database other than a SQLite file, which this process opens without a server."""
+    """True if the tracker is a database other than SQLite, which this process opens without a server."""
     return tracking_uri(config).startswith(("postgresql", "mysql", "mssql"))
 
 
 def _sqlite_file(config: RunConfig) -> Path | None:
-    """The file of a tracker that is a SQLite database. None for other trackers."""
+    """The file of the tracker's SQLite database. None if the tracker is not a SQLite file."""
     scheme, _, path = tracking_uri(config).partition(":///")
     file = path.partition("?")[0]
     return Path(file).absolute() if scheme.startswith("sqlite") and file not in ("", ":memory:") else None
@@ -126,10 +127,10 @@ def _sqlite_file(config: RunConfig) -> Path | None:
 def get_or_create_run(
     client: MlflowClient, experiment: str, match: dict[str, str], tags: dict[str, str], start_time: int | None = None
 ) -> str:
-    """The id of the run whose tags include `match`, or else of a new run with these and `tags`.
+    """The id of the run whose tags include `match`. If there is no such run, creates one with `match` and `tags`.
 
     A run may exist although its id was not stored, because the answer to its creation was lost or the process was
-    killed. start_time: in milliseconds.
+    killed. The search prevents a second run in this case. start_time: of a new run, in milliseconds since 1970.
     """
     query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in match.items())
     runs = client.search_runs([experiment], query)
@@ -138,7 +139,7 @@ def get_or_create_run(
 
 
 def log_params(client: MlflowClient, run_id: str, values: Values) -> None:
-    """Logs the parameters that the run does not have yet, since MLflow refuses to change one."""
+    """Logs the parameters that the run does not have yet, because MLflow refuses to change a parameter."""
     from mlflow.entities import Param
 
     logged = client.get_run(run_id).data.params
@@ -147,7 +148,7 @@ def log_params(client: MlflowClient, run_id: str, values: Values) -> None:
 
 
 def flatten(values: Values, prefix: str = "") -> Values:
-    """Nested values by dotted keys. In a list of mappings, an item's key is its `name`."""
+    """{dotted key: value} of nested values. An item in a list of mappings has its `name`, or else its index, as key."""
     flat: Values = {}
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

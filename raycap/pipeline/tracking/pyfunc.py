@@ -1,7 +1,7 @@
-"""The pyfunc model that MLflow loads and serves: a `CaptionService` that reads tables of images.
+"""The pyfunc model that MLflow loads and serves: it captions the images in the rows of a table.
 
-This module imports neither Ray nor MLflow, so that a served model needs few packages. The package raycap is stored with
-the model.
+MLflow stores the package raycap with the model and imports this module from there. The module imports neither Ray nor
+MLflow, so that a served model needs few packages.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import BATCH_SIZE, CaptionService
 from raycap.pipeline.evaluation.results import ImageCaption
 
-MAX_IMAGE_BYTES = 32 * 2**20  # of an image file; a decoder may take a microsecond for each byte of a hostile file
-MAX_ROWS = 10_000  # of one call of `predict`; Spark sends this many at a time
+MAX_IMAGE_BYTES = 32 * 2**20  # of an image file, because a hostile file may take a decoder a microsecond per byte
+MAX_ROWS = 10_000  # in one call of `predict`, as many as Spark sends at a time
 
 
 class PyfuncModel:
-    """The model of MLflow's pyfunc interface."""
+    """A captioning model with the method `predict` of MLflow's pyfunc interface."""
 
     def __init__(self, service: CaptionService) -> None:
         self.service = service
 
     def predict(self, model_input: Any, params: Values | None = None) -> list[Values]:
-        """The caption of each row with `log_prob` (nats), and `confidence` and `expected_ciderd` if the model has them.
+        """Returns for each row the caption, `log_prob` (nats), and, if the model has them, its confidence values.
 
-        Column `image` holds the bytes of image files, or base64 of them. Raises ValueError for a table without the
-        column or with more than MAX_ROWS rows, and for an invalid image, whose row the message names.
+        The confidence values are `confidence` and `expected_ciderd`. model_input: a table whose column `image` contains
+        the bytes of image files, or base64 of them.
+
+        Raises ValueError if the table has no such column or more than MAX_ROWS rows, or if an image is invalid. The
+        message names the row of the image.
         """
         if "image" not in model_input:
             raise ValueError("the input needs a column image: file bytes, in JSON as base64")
@@ -47,20 +50,20 @@ class PyfuncModel:
         return [each.to_json() for each in captions]
 
     def _pixels(self, row: int, image: Any) -> Tensor:
-        """The pixels of the image in a row. Raises ValueError that names the row."""
+        """The pixels (3, H, W) of a row's image. If the image is invalid, raises a ValueError that names the row."""
         try:
             return self.service.pixels(_file_bytes(image))
         except BadImage as error:
             reason = str(error)
-        raise ValueError(f"row {row}: {reason}")  # without the cause, because MLflow's answers contain all of it
+        raise ValueError(f"row {row}: {reason}")  # not in `except`, because MLflow sends causes to clients
 
 
 def _file_bytes(image: Any) -> bytes:
-    """The bytes of a value of column image. Raises BadImage for other types, and for too many bytes."""
+    """The image file in a value of column image. Raises BadImage if the type is wrong or the file is too large."""
     if not isinstance(image, (str, bytes, bytearray, memoryview)):
         raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
     longest = MAX_IMAGE_BYTES
-    if isinstance(image, str):  # base64 has four characters for three bytes
+    if isinstance(image, str):  # base64 writes three bytes as four characters
         longest = 4 * MAX_IMAGE_BYTES // 3 + 4
     if len(image) > longest:
         raise BadImage(f"image is larger than {MAX_IMAGE_BYTES} bytes")
@@ -73,5 +76,5 @@ def _file_bytes(image: Any) -> bytes:
 
 
 def _load_pyfunc(path: str, model_config: Values | None = None) -> PyfuncModel:
-    """The function by which MLflow loads the model; MLflow fixes its name and arguments."""
+    """Loads the model from its bundle. MLflow calls this function and prescribes its name and arguments."""
     return PyfuncModel(CaptionService(load_bundle(Path(path)), **(model_config or {})))

@@ -1,13 +1,14 @@
-"""The tracker of a run: sends its journal and model to MLflow, and ends it as FINISHED, FAILED or KILLED.
+"""Sends a run's journal and model to MLflow, and sets the run's final status FINISHED, FAILED or KILLED there.
 
-The run is a parent in MLflow, and each stage is a child with the metrics of the run's journal. `sync` sends what was
-not sent before, and notes in log/tracked.json what was sent. It is called regularly during training (`Tracker`), and at
-the end. If the answer to a request is lost, a metric is sent twice. It then has the same time and value, and MLflow
-counts it once.
+In MLflow, the run is a parent, and each of its stages is a child with the metrics of the journal. `sync` sends what was
+not sent before, and records in log/tracked.json what was sent. `Tracker` calls `sync` regularly during training and at
+the end. If the answer to a request is lost, a metric is sent twice, but MLflow counts the metric once, because both
+copies have the same time and value.
 
-A tracker that is down or slow does not affect training. It delays the end of a run by at most a few minutes, because
-requests have a timeout, and because an attempt ends at its first failed request or after END_S seconds. Only the upload
-of the model may take longer. `raycap sync`, or starting the same run again, sends what the tracker has not received.
+A tracker that is down or slow does not affect training, because a background thread sends the journal. At the end of a
+run, the tracker causes a delay of at most a few minutes, because requests have a timeout, and because an attempt ends
+at its first failed request or after END_S seconds. Only the upload of the model may take longer. `raycap sync`, or
+starting the same run again, sends what the tracker has not received.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 30  # the seconds for which the end of a run waits for the background thread, longer than a request may take
-END_S = 60.0  # the seconds after which no request begins at the end of a run (twice as many for `Tracker.finish`)
-LONGEST_PAUSE_S = 60.0  # seconds between two attempts to reach a tracker that is down for long
-METRICS_PER_REQUEST = 500  # the server accepts 1000
+JOIN_S = 30  # seconds to wait for the background thread at the end of a run, longer than a request may take
+END_S = 60.0  # seconds after which no request begins at the end of a run (`Tracker.finish` may take twice as long)
+LONGEST_PAUSE_S = 60.0  # seconds between two attempts, when a tracker is down for long
+METRICS_PER_REQUEST = 500  # MLflow's server accepts at most 1000
 SENT_FILE = "log/tracked.json"
 SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
-NOT_METRICS = ("step", "time", "total")
+NOT_METRICS = ("step", "time", "total")  # numbers in journal entries that are not sent as metrics
 SERVING_PACKAGES = ("mlflow", "numpy", "pillow", "pydantic", "pyyaml", "safetensors", "timm", "torch", "torchvision")
 TOKENIZER_PACKAGES = {"unicode": ("regex",), "characters": ("regex",), "subword": ("regex", "tokenizers")}
 
 
 class Tracker:
-    """Sends a run's journal in the background, every `every_s` seconds after `start`, until `close` or `finish`."""
+    """Sends the journal of a run in the background: every `every_s` seconds from `start` until `close` or `finish`."""
 
     def __init__(self, folder: RunFolder, every_s: float = 5.0) -> None:
         self.folder, self.every_s = folder, every_s
@@ -72,13 +73,15 @@ class Tracker:
         """Starts the background thread, unless tracking is off."""
         if self.folder.config.tracking.enabled:
             warn_of_local_file(self.folder.config)
-            with contextlib.suppress(OSError):  # storage errors are raised where they matter
+            with contextlib.suppress(OSError):  # the run itself will raise a storage error
                 SentRecord(self.folder).set("ending", None)
             self._thread = threading.Thread(target=self._follow, name="tracker", daemon=True)
             self._thread.start()
 
     def close(self, status: str | None) -> bool:
-        """Sends the rest and ends the runs with `status`, FAILED or KILLED. With None they remain RUNNING.
+        """Sends the rest of the journal and ends the run and its open stages in MLflow with `status`.
+
+        status: FAILED or KILLED. If it is None, the status remains RUNNING.
 
         Returns False if the tracker does not accept everything.
         """
@@ -92,9 +95,9 @@ class Tracker:
         return False
 
     def finish(self, scores: dict[str, float], bundle: Path) -> str | None:
-        """Sends everything, with scores, report and model. Returns the registered name/version.
+        """Sends the rest of the journal, the scores, the report and the model. Returns the model's NAME/VERSION.
 
-        Returns None if tracking is off or the tracker does not accept everything. It may then be called again.
+        Returns None if tracking is off or the tracker does not accept everything. `finish` may then be called again.
         """
         if not self.folder.config.tracking.enabled:
             return None
@@ -110,11 +113,11 @@ class Tracker:
 
     @property
     def remedy(self) -> str:
-        """The command that sends the rest. It names a run on S3 by its configuration."""
+        """The command that sends the rest. Its argument is the configuration of a run on S3, otherwise the folder."""
         return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
 
     def _join(self) -> None:
-        """Ends the background thread. Raises TimeoutError if it still runs after JOIN_S, because a database hangs."""
+        """Ends the background thread. Raises TimeoutError if a request has no answer within JOIN_S seconds."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(JOIN_S)
@@ -122,9 +125,9 @@ class Tracker:
                 raise TimeoutError(f"no answer for {JOIN_S} s")
 
     def _follow(self) -> None:
-        """Sends new entries until the run ends. After a failure it waits longer before the next attempt."""
+        """The background thread: sends new entries. After each failure, the pause is twice as long."""
         journal, pause = self.folder.journal, self.every_s
-        sent_bytes = 0  # the size of the journal that was sent last
+        sent_bytes = 0  # the size of the journal when it was sent last
         while not self._stop.wait(pause):
             size = journal_bytes(journal)
             if size == sent_bytes and not self._failing:
@@ -136,7 +139,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Within the context, errors of the tracker are suppressed. The first error of a series is logged."""
+        """Within the context, errors of the tracker are suppressed. Only the first of consecutive errors is logged."""
         address = public_uri(self.folder.config)
         try:
             yield
@@ -170,12 +173,12 @@ def _timed_client(config: RunConfig) -> MlflowClient:
 
 
 class SentRecord:
-    """The record of what a tracker has received of a run. log/tracked.json has one record for each tracker's address.
+    """The record of what a tracker has received of a run. log/tracked.json has one record per address of a tracker.
 
-    Its values: "parent" is the run's id in MLflow, and "stages" has the ids of the stages. "sent" has the last step
-    that was sent for each STAGE/KIND of the journal's entries. "status" has the last status of each id. "described" is
-    true when the parent has its parameters. "ending" is the status with which the run has ended, which a later
-    `raycap sync` sends. It is None while the run continues.
+    values: "parent" is the id of the run in MLflow. "stages" is {stage: id in MLflow}. "sent" is {STAGE/KIND of journal
+    entries: last step that was sent}. "status" is {id: last status that was sent}. "described" is true if the parent
+    has its parameters. "ending" is the status with which the run has ended, or None while the run continues. A later
+    `raycap sync` sends "ending".
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -184,24 +187,24 @@ class SentRecord:
         empty: Values = {"parent": None, "stages": {}, "sent": {}}
         self.values: Values = self._by_address.get(self._address, empty)
         if self._address not in self._by_address:
-            self.save()  # so that `raycap sync` finds the address even if nothing was sent
+            self.save()  # `raycap sync` must find the address even if nothing is sent
 
     def save(self) -> None:
         write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
         self._folder.push(SENT_FILE)
 
     def set(self, key: str, value: object) -> None:
-        """Sets a value and saves when it changes."""
+        """Sets a value. Saves the record if the value has changed."""
         if self.values.get(key) != value:
             self.values[key] = value
             self.save()
 
 
 def stored_records(folder: RunFolder) -> Values:
-    """The stored records of a run: {address of a tracker, without user and password: values of SentRecord}.
+    """The stored records of a run: {address of a tracker, without user and password: values of a `SentRecord`}.
 
-    If the file is damaged, a warning is logged and there are no records. Everything is then sent again to the same runs
-    in MLflow.
+    If the file is damaged, logs a warning and returns no records. Everything is then sent again to the same runs in
+    MLflow.
     """
     path = folder.path / SENT_FILE
     if not path.is_file():
@@ -216,10 +219,10 @@ def stored_records(folder: RunFolder) -> Values:
 
 
 def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) -> None:
-    """Creates the MLflow runs that are missing and sends journal entries not sent before. Raises what MLflow raises.
+    """Creates missing runs in MLflow, and sends the journal entries that were not sent before.
 
-    If `status` is given, the parent and all unfinished stages end with it. Otherwise the parent is RUNNING, also if an
-    earlier attempt has failed.
+    status: the status with which the parent and all unfinished stages end. If it is None, they are RUNNING, also if an
+    earlier attempt has failed. Raises what MLflow raises.
     """
     record = SentRecord(folder)
     values = record.values
@@ -248,31 +251,31 @@ def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) 
 
 
 def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClient) -> None:
-    """Logs scores, their signature and the files (report, captions, scores, metadata) to the parent run."""
+    """Logs the scores, their signature and the files of the results to the parent run."""
     from mlflow.entities import Metric, RunTag
 
     parent, entries = SentRecord(folder).values["parent"], read_journal(folder.journal)
-    # the last time in the journal, so that a repeated call gives no metric a second value
+    # The last time in the journal is the same in a repeated call, so that MLflow does not count a score twice.
     time_ms = int(max((entry["time"] for entry in entries), default=0.0) * 1000)
     splits = read_json(folder.path / "scores.json")["splits"]
     first_split = next(iter(splits.values()))
     tags = [RunTag("raycap.signature", first_split["signature"])]
     client.log_batch(parent, metrics=[Metric(name, value, time_ms, 0) for name, value in scores.items()], tags=tags)
     for file in ("report.html", "scores.json", "run.json", "config.yaml"):
-        if (folder.path / file).is_file():  # the report may have failed
+        if (folder.path / file).is_file():  # the report is missing if it could not be made
             client.log_artifact(parent, str(folder.path / file))
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
 
 
 def tag_run(folder: RunFolder, client: MlflowClient, name: str, value: str) -> None:
-    """Gives the parent run a tag, if the tracker has the run."""
+    """Sets a tag of the parent run. Does nothing if the tracker does not have the run."""
     parent = SentRecord(folder).values["parent"]
     if parent is not None:
         client.set_tag(parent, name, value)
 
 
 def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: Entry, parent: str) -> str:
-    """The id of MLflow's run for the stage of a journal entry. If there is none, it is created with its parameters."""
+    """The id of the stage's run in MLflow. Creates the run with its parameters if there is none."""
     section = folder.config.stage(first_entry["stage"])
     tags = {"raycap.run_id": folder.run_id}
     if section.objective == "scst":
@@ -286,9 +289,9 @@ def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: E
 
 
 def _set_status(client: MlflowClient, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
-    """Sets a status, but only once, because ending a run again would move its end time.
+    """Sets the status of a run unless it was set before, because ending a run again would change its end time.
 
-    end: the end time in seconds; None for now.
+    end: the end time in seconds since 1970. If it is None, MLflow takes the present time.
     """
     statuses = record.values.setdefault("status", {})
     if statuses.get(run_id) == status:
@@ -302,7 +305,7 @@ def _set_status(client: MlflowClient, record: SentRecord, run_id: str, status: s
 
 
 def _send_entries(client: MlflowClient, record: SentRecord, stage: str, entries: list[Entry]) -> None:
-    """Sends the metrics of the entries after the recorded steps. No entry is divided between two requests."""
+    """Sends the metrics of entries after the last step that was sent. All metrics of an entry are in one request."""
     from mlflow.entities import Metric
 
     run_id, sent = record.values["stages"][stage], record.values["sent"]
@@ -335,9 +338,9 @@ def _send_entries(client: MlflowClient, record: SentRecord, stage: str, entries:
 
 
 def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], client: MlflowClient) -> str:
-    """Logs the bundle as a pyfunc model of the parent run and registers it with its scores. Returns name/version.
+    """Logs the bundle as a pyfunc model of the parent run, and registers it with its scores. Returns NAME/VERSION.
 
-    If this run has registered a version before, this version is returned.
+    If the run has registered a version before, nothing is logged and that version is returned.
     """
     config, parent = folder.config, SentRecord(folder).values["parent"]
     registered = client.search_model_versions(f"run_id = '{parent}'")
@@ -349,7 +352,7 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
     packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
     versions = {package: importlib.metadata.version(package) for package in packages}
     search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
-    # MLflow reports success on stderr, and warns that there is no input example.
+    # stderr and warnings are hidden, because MLflow reports its success there and warns of a missing input example.
     with (
         contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(action="ignore"),
@@ -357,13 +360,13 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
     ):
         logged = mlflow.pyfunc.log_model(
             name="model",
-            loader_module="raycap.pipeline.tracking.pyfunc",  # the module reads the bundle, so nothing is pickled
+            loader_module="raycap.pipeline.tracking.pyfunc",  # this module reads the bundle, so that nothing is pickled
             data_path=str(bundle),
             code_paths=[str(package_folder())],
-            # package indexes name versions without a build's suffix (+cpu)
+            # without a build's suffix such as +cpu, because package indexes lack it
             pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
             signature=_signature(),
-            model_config=search,  # a server may change these settings and no others
+            model_config=search,  # the only settings that a server may change
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, config.name, tags=tags)
@@ -372,10 +375,10 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
 
 @contextlib.contextmanager
 def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
-    """Within the context, a run is MLflow's current run.
+    """Within the context, the run `run_id` is MLflow's current run.
 
-    Afterwards the environment variable with the tracker's address is as before, because the address may contain a
-    password.
+    MLflow puts the address of the tracker into an environment variable. The variable is restored at the end, because
+    the address may contain a password.
     """
     import mlflow
 
@@ -385,11 +388,11 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
         with mlflow.start_run(run_id=run_id):
             yield
     finally:
-        mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None unsets it
+        mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None removes the variable
 
 
 def _signature() -> Any:
-    """The served model's input: the bytes of an image file."""
+    """MLflow's signature of the served model: its input is a column `image` with the bytes of image files."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema
 
