@@ -31,7 +31,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """{image id: raw captions} of a COCO or Karpathy file, in its order. Images without captions are left out.
+    """{image id: raw captions} of a COCO or Karpathy file, in file order. Images without captions are left out.
 
     split: the split to read from a Karpathy file. If it is None, all splits are read. In a Karpathy file the cocoid is
     an image's id, or the imgid if some image has no cocoid. Raises UserError for a file without captions or without
@@ -161,7 +161,7 @@ def _value(row: object, key: str, *types: type, location: str) -> Any:
     Raises UserError for a value of another type, a missing key, or a row that is not an object.
     """
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints
+    if isinstance(value, bool) or not isinstance(value, types):  # a bool is refused, although it is an int
         kind = "a number or text" if int in types else "text"
         raise UserError(f"{location} has no {key} that is {kind}: found {quoted(row)}")
     return value

@@ -70,7 +70,7 @@ class HashedFiles(NamedTuple):
         return cls(batch["number"], [str(key) or None for key in batch["key"]], reasons)
 
 
-# A function that reads and hashes the files at these URIs, each file once. It raises StorageError for an outage.
+# A function that reads and hashes the files at these URIs, each file once. Raises StorageError for an outage.
 HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 

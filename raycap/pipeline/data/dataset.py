@@ -135,7 +135,7 @@ class Dataset:
         return map(TOKENIZERS[tokenizer].split, self.texts(tokenizer))
 
     def fingerprint(self) -> str:
-        """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
+        """A hash of content keys, ids, splits and captions, but not of the paths of the image files."""
         digest = hashlib.sha256()
         for chunk in self.chunks("image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]):
             digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())

@@ -130,7 +130,7 @@ class Counts(NamedTuple):
     train_images: int
     captions: int
     per_image: int
-    words: int  # at most so many words in NEARLY_ALL captions
+    words: int  # NEARLY_ALL captions have at most this many words
 
 
 def counts_of(found: Survey, language: Language) -> Counts:
@@ -143,7 +143,7 @@ def counts_of(found: Survey, language: Language) -> Counts:
 
 
 def config_text(found: Survey, name: str, language: Language, counts: Counts, *, is_pretrained: bool) -> str:
-    """The text of a configuration with this name, in YAML with comments. is_pretrained: of the backbone's weights."""
+    """The text of a configuration with this name, in YAML with comments. is_pretrained: whether the backbone is."""
     size = SMALL if counts.train_images < 2_000 else LARGE if counts.train_images > 50_000 else MEDIUM
     header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
     backbone = PRETRAINED_BACKBONE.format("base" if size is LARGE else "tiny") if is_pretrained else NEW_BACKBONE

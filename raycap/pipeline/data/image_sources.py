@@ -20,14 +20,14 @@ from raycap.pipeline.storage.path import join, storage_path
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
-MAX_PIXELS = 100_000_000  # Larger images are refused.
+MAX_PIXELS = 100_000_000  # default limit of width x height; larger images are refused
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
     """Paths and URIs of the images that the arguments name, in the arguments' order, each once.
 
-    A folder or prefix gives all files below it that have an image's ending, sorted. In a pattern, * and ? do not match
-    a /, and ** stands for any number of folders. Raises UserError for a missing file or folder, and for a folder,
+    For a folder or prefix, these are all files below it with an image's ending, sorted. In a pattern, * and ? do not
+    match a /, and ** matches any number of folders. Raises UserError for a missing file or folder, and for a folder,
     prefix or pattern without an image.
     """
     images: dict[str, None] = {}
@@ -84,7 +84,7 @@ def load_image(
         try:
             source = read_image_file(storage_path(source, options))
         except StorageError:
-            raise  # the image is not at fault
+            raise  # because an outage is no fault of the image
         except OSError as error:
             raise BadImage(f"{UNREADABLE}: {reason_of(error)}") from error
     if isinstance(source, bytes | bytearray | memoryview):

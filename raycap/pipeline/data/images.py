@@ -220,7 +220,7 @@ def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
 def _bad_images() -> Iterator[None]:
     """Turns any error of the block into a BadImage, because a damaged image can raise nearly any type."""
     try:
-        with warnings.catch_warnings():  # for damaged metadata, and for large images, which `max_pixels` limits
+        with warnings.catch_warnings():  # about damaged metadata, and about large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
             yield
     except BadImage:

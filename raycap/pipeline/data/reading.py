@@ -1,6 +1,6 @@
 """Reads the data set that a configuration names: its annotation files, vocabulary and content keys.
 
-`FORMATS` lists the formats of annotation files; `data.format` in `pipeline/config/sections.py` must list the same
+`FORMATS` lists the formats of annotation files. `data.format` in `pipeline/config/sections.py` must list the same
 names. This module does not import torch, because the import would take longer than all the work of `raycap check`.
 """
 
@@ -83,7 +83,7 @@ def data_root(config: RunConfig) -> str:
         return storage_path(str(config.data.root)).uri
     digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
     name = f"data/synthetic-{digest}"
-    root, remote = config.working_path / name, config.home(name)  # remote: None for a local storage
+    root, remote = config.working_path / name, config.home(name)  # remote: None if the storage is local
     if remote is None or not (remote / MARKER).exists():
         if not root.is_dir():
             logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
@@ -274,7 +274,7 @@ def _joined_tokens(tokens: Any, location: str) -> str:
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str], Image], rows: Rows) -> None:
-    """Adds the images of a JSON file. parse: makes an Image of an entry and its location in error messages.
+    """Adds the images of a JSON file. parse: makes an Image of an entry. Its second argument names the entry in errors.
 
     Raises UserError if `parse` fails, which means that the entry is malformed.
     """
@@ -356,7 +356,7 @@ def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
         with errors_named(folder / text):
             return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
 
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # because requests to S3 mostly wait
         while part := list(islice(images, _FILES_PER_SLICE)):
             yield from pool.map(read, part)
 
@@ -418,7 +418,7 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
 def _open(name: str, source: Source) -> tuple[str, Any]:
     """The format (a key of `FORMATS`) of an annotation file, and what the format's `open` returned.
 
-    name: the configured format, or "auto". Raises UserError if the format is unknown or has no tokens to read.
+    name: the configured format, or "auto". Raises UserError if the format is unknown, or lacks tokens that are needed.
     """
     form = _form_by_name(source) if name == "auto" else name
     data = FORMATS[form or "coco"].open(source)

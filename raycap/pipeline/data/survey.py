@@ -43,7 +43,7 @@ MAX_LISTED = 2_000_000  # files of a folder that are looked at
 MAX_FOLDERS = 20  # folders that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in each of these folders
 FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
-WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # if the annotations name test images: fractions of the others
+WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # fractions of the other images if some are for test
 
 
 PARQUET_WITH_IMAGES = "Parquet with images"
@@ -238,7 +238,7 @@ def survey(place: str) -> Survey:
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
     """Reads a candidate, and divides it into the splits that training needs. Raises UserError if it is no data set."""
     form, keys = read_names(root, candidate, names)
-    if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # annotations that name image files
+    if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # they name image files
         keys = _with_images_folder(root, keys, names)
     dataset, problems = _rows(root, keys)
     if problems:
@@ -257,7 +257,7 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
 
 
 def _remedy_without_captions(root: StoragePath, candidate: Candidate, keys: Values) -> str:
-    """The remedy if no image has a caption. It names a table's columns if none of them is known to have captions."""
+    """The remedy if no image has a caption. If a table has no known column for captions, its columns are named."""
     columns = _columns_of(root / candidate.files[0])[0] if candidate.form == "table" else []
     is_known = "captions" in keys.get("columns", {}) or not set(COLUMNS["captions"]).isdisjoint(columns)
     if is_known or not columns:
@@ -337,7 +337,7 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
 def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
     """The keys that divide the images by `fractions`. Raises UserError if one of these splits would have no image."""
     divided: Values = {}
-    if "sources" in keys:  # a source without the key split is divided
+    if "sources" in keys:  # without the key split, a source's images are divided
         divided["sources"] = [
             {key: value for key, value in source.items() if (key, value) != ("split", "train")}
             for source in keys["sources"]

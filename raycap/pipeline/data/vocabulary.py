@@ -51,7 +51,7 @@ class Vocabulary:
         if self.subwords is not None and not ids.keys() >= set(self.subwords.pieces):
             raise ValueError("the vocabulary lacks pieces of its subword model; it must hold all of them")
         for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():
-            object.__setattr__(self, name, value)  # the class is frozen
+            object.__setattr__(self, name, value)  # because the class is frozen
 
     def __len__(self) -> int:
         return len(self.words)
@@ -119,7 +119,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError for no file."""
+        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError if it is missing."""
         data = parse_json(read_regular_file(path, MAX_BYTES), str(path))
         words = data.get("words") if isinstance(data, dict) else None
         tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None

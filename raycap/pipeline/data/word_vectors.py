@@ -61,7 +61,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
-    """True if the first line is a header as in word2vec: the number of words and the width. parts: of the line.
+    """True if the first line is a header as in word2vec: number of words, and width. parts: the words of the line.
 
     Raises UserError if the line shows another width.
     """

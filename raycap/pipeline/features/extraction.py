@@ -171,7 +171,7 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
-    recorded: ImageTransform | None = None  # by a bundle, because another version of timm may have other statistics
+    recorded: ImageTransform | None = None  # from a bundle, because another version of timm may have other statistics
 
     @property
     def transform(self) -> ImageTransform:
@@ -183,7 +183,7 @@ class Extractor:
         return image_transform(self.backbone)
 
     def describe(self) -> Values:
-        """Everything that changes a feature."""
+        """Everything that changes a feature, as JSON values. The store's name is a hash of this."""
         return {
             "backbone": self.backbone.feature_settings(*NOT_A_SIZE),
             "weights": weights_file_digest(self.weights),
@@ -194,7 +194,7 @@ class Extractor:
 
 
 class Plan(NamedTuple):
-    """The images of an extraction."""
+    """The images that an extraction has to compute, and those that it need not try again."""
 
     num_images: int  # distinct images in the data set
     missing: pa.Table  # the columns key and uri of the images to compute; every key occurs once
@@ -288,7 +288,7 @@ def compute(
     """Computes the features of images with Ray Data and writes them to shards.
 
     images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the sorted
-    numbers (`_key_numbers`) of stored images, which are not computed again. It is only needed if rows have no keys.
+    numbers (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
     Yields the rows of each finished shard with a column reason, which is "" for an image whose features are stored.
     """
     import ray
@@ -297,7 +297,7 @@ def compute(
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # no log, because its errors are raised anyway
     repeat_interrupted_tasks()
-    DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller ends a stall
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller watches for stalls
     settings = extractor.settings
     arguments = {"folder": folder, "extractor": extractor}
     if known is not None and len(known):
@@ -401,11 +401,12 @@ class ShardWriter:
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
         if self.known is not None:
-            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])  # a file without a key is not wanted anyway
+            # A file without a key gets the number 0, which does not matter, because its reason excludes it already.
+            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])
             is_wanted &= np.searchsorted(self.known, numbers, "right") == np.searchsorted(self.known, numbers, "left")
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
-        if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
+        if keys and not has_shard(self.folder, keys):  # an earlier attempt may have written the shard
             features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()
             reasons[decoded[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
             if finite.any():
@@ -414,7 +415,7 @@ class ShardWriter:
         return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Features (B, N, C), in the stored dtype, of pixels (B, H, W, 3) uint8, and (B,) bool: all are finite."""
+        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype, and (B,) True where all are finite."""
         import torch
 
         computed = self.computer.batches(

@@ -38,7 +38,7 @@ CPU_IMAGES, GPU_IMAGES = 8, 64
 def decided_precision(
     work: Mapping[str, object], folder: StoragePath, measure: Callable[[], PrecisionTimes], *, label: str, measured: str
 ) -> str:
-    """The stored precision for a kind of work, float32 or bfloat16. If none is stored, measures and stores the faster.
+    """The stored precision for a kind of work, float32 or bfloat16. If there is none, it is measured first.
 
     work: JSON values that identify the kind of work. folder: of the stored decisions. label: the name of the work in
     the log. measured: what `measure` computes, in words. If two callers measure at the same time, both use the decision
@@ -93,9 +93,9 @@ def extraction_precision(
 ) -> str:
     """The precision of an extraction, float32 or bfloat16. If it is configured as `auto`, the faster one is chosen.
 
-    folder: of the decisions for each backbone and kind of device. They are stored, so that all features have one
-    precision, whichever machine computes them. start: starts Ray. The first extraction measures for some seconds, in a
-    Ray task with the resources of an actor.
+    folder: the folder of stored decisions, one for each backbone and kind of device. With a stored decision, all
+    features have one precision, whichever machine computes them. start: starts Ray. The first extraction measures for
+    some seconds, in a Ray task with the resources of an actor.
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
@@ -144,7 +144,7 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
 
 def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
-    """The configuration. If its `evaluation.precision` is `auto`, it is replaced by the faster precision.
+    """The configuration with the faster precision in place of `auto` as `evaluation.precision`.
 
     The decision is stored for each model, backbone and kind of device. The first command measures for some seconds on
     the Ray cluster at `address`, in a task with a worker's resources. The search is measured on features, even if a

@@ -307,7 +307,7 @@ def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
         _require_true_size(stored, max_regions)
         with np.errstate(over="ignore"):
             values: np.ndarray = stored[:max_regions].astype(dtype)
-    except Exception as error:  # a damaged chunk
+    except Exception as error:  # a damaged chunk can raise nearly any type
         raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
     if not np.isfinite(values).all():
         raise ValueError(f"{name} is not finite in {dtype}")

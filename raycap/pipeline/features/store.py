@@ -178,7 +178,7 @@ class FeatureStore:
         cache: Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        """cache: the folder for copies of remote shards. cache_bytes: its size. If None, half of the free space."""
+        """cache: the folder for copies of remote shards. cache_bytes: its size, or None for half of the free space."""
         self.folder = storage_path(folder)
         rows = _read_manifests(self.folder)
         self.keys = rows["key"]
@@ -227,7 +227,8 @@ class FeatureStore:
             return np.empty((0, 0, 0), np.float16)
         with self._lock:
             new = sorted(set(shards) - self._open.keys())
-        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):  # copied or checked
+        # Several shards that must be copied or checked are prepared in parallel.
+        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):
             with ThreadPoolExecutor(NUM_COPIES) as pool:
                 list(pool.map(self._local_file, new))
         first = self._opened(shards[order[0]])
@@ -304,7 +305,7 @@ class FeatureStore:
                 with self._damage_rejected(number):
                     self._open[number] = _Shard(self._path(self.shards[number]), local)
                 if len(self._open) > MAX_OPEN:
-                    self._open.popitem(last=False)  # unmapped once no array refers to it
+                    self._open.popitem(last=False)  # its file is unmapped when no array refers to it
             return self._open[number]
 
     def _local_file(self, number: int) -> Path | None:

@@ -77,7 +77,7 @@ class Splits:
 def id_of_name(name: str) -> int:
     """An image's id: the first 63 bits of the sha256 of its name in the data set.
 
-    Among a million images, two ids are equal with probability 5e-8. Reading such a data set raises an error.
+    Among a million images, two ids are equal with probability 5e-8. A data set with equal ids cannot be read.
     """
     return int.from_bytes(_digest(name)[:8], "big") >> 1
 
@@ -105,7 +105,7 @@ def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, s
                 raise UserError(f"data.split_lists: {quoted(filename)} is in {split_of[filename]} and again in {path}")
             if len(words) > 1:
                 split_of.setdefault(words[1], split)
-            elif filename.isdecimal() and len(filename) < 20:  # a longer number is no id
+            elif filename.isdecimal() and len(filename) < 20:  # a longer number cannot be an id of 64 bits
                 split_of[str(int(filename))] = split
     return split_of
 
@@ -221,12 +221,12 @@ class Source:
 
     @cached_property
     def image_prefix(self) -> str:
-        """The beginning of the names of image files in the data set."""
+        """The prefix of image files' names: the configuration's path of `images`, with a slash."""
         return _prefix(self.images_name)
 
     @cached_property
     def member_prefix(self) -> str:
-        """The beginning of the names of images that are in the annotation file or folder itself."""
+        """The prefix of the names of images inside `annotations`: the configuration's path of it, with a slash."""
         return _prefix(self.annotations_name)
 
     def value(self, entry: Mapping[str, object], column: str, location: str) -> Any:

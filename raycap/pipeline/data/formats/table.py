@@ -97,7 +97,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     """
     path, begin = source.annotations, rows.count
     files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}
-    stored_names = set[str]()  # of images in the table
+    stored_names = set[str]()  # names of the images that the table contains
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)

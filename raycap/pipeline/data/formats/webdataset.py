@@ -53,10 +53,10 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     try:
         with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
             for number, member in enumerate(iter(archive.next, None)):
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep each member
+                archive.members.clear()  # type: ignore[attr-defined]  # or tarfile would keep all in memory
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
-                if member.size < 0 or archive.offset < member.offset_data:  # with it, tarfile would loop
+                if member.size < 0 or archive.offset < member.offset_data:  # else tarfile would read in a loop
                     raise tarfile.ReadError("a negative size")
                 if not member.isreg():
                     continue
@@ -69,9 +69,9 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                 names.add(member.name)
                 yield TarMember(member.name, member.offset_data, member.size)
             file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # else tarfile took a damaged header for the end
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile took a damaged header for the end
                 raise tarfile.ReadError(f"it is damaged at byte {archive.offset}")
-    except UserError:  # its message is complete, although a UserError is a ValueError
+    except UserError:  # a UserError is a ValueError, but its message needs no addition
         raise
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         remedy = "unpack it to a plain tar if it is compressed; else copy or pack it again"
@@ -80,7 +80,7 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
 
 @dataclass
 class Sample:
-    """The files of an archive with the same key."""
+    """One sample: the image, captions and JSON values from an archive's files with the same key."""
 
     image: TarMember | None = None
     captions: list[str] = field(default_factory=list)  # lines of the text file

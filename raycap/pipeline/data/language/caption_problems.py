@@ -23,7 +23,7 @@ class CaptionProblems:
     one_word: list[str] = field(default_factory=list)
     unsplit: int = 0  # captions of one word in a script without spaces between words
     cut: list[str] = field(default_factory=list)  # captions in which letters are split from their marks
-    composed: list[str] = field(default_factory=list)  # captions in NFC whose NFD is different
+    composed: list[str] = field(default_factory=list)  # captions that are in NFC, but not in NFD
     decomposed: list[str] = field(default_factory=list)  # captions that are not in NFC
     without_spaces: int = 0  # captions with a letter of a script without spaces between words
 

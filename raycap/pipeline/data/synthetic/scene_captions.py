@@ -56,7 +56,7 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
     None if the caption names no shape, or no color before its first shape.
     """
     names = _names_of_forms(language)
-    in_chinese = "|".join(map(re.escape, names))  # Chinese has no spaces between words
+    in_chinese = "|".join(map(re.escape, names))  # searched in the text, because Chinese has no spaces between words
     tokens = tokenize(caption) if language == "en" else re.findall(in_chinese, normalized(caption))
     color = None
     for kind, name in (names[token] for token in tokens if token in names):

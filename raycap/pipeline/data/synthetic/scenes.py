@@ -43,12 +43,12 @@ NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "tr
 # No background is in COLORS, so that the first color in a caption is that of the main object, in every language.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
-# Half the width of an object, as a fraction of the image. The ranges have gaps, so that it is clear which is larger.
+# Half the width of an object, as a fraction of the image. The gaps between the sizes make clear which object is larger.
 EXTENTS = {"large": (0.26, 0.285), "medium": (0.155, 0.17), "small": (0.09, 0.105)}
 SIZE_PAIRS = (("large", "medium"), ("large", "small"))
 
 RELATIONS = ("left", "right", "above", "below", "behind")
-# Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main one.
+# Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main object.
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
 POSITIONS = {
     "in the middle": (0, 0),
@@ -61,7 +61,7 @@ POSITIONS = {
 # Fractions of the image: where objects may start (left or top), where they must end, and the length between. LENGTH is
 # not written as END - START, because its rounding error would change the pictures.
 START, END, LENGTH = 0.03, 0.97, 0.94
-MAX_SLANT = 0.4  # limit of the distance of two centers across the relation's axis, divided by that along it
+MAX_SLANT = 0.4  # largest distance of two centers across the relation's axis, divided by that along it
 SINGLE_SHARE = 0.25  # fraction of pictures with only one shape
 SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
 # Raise this number when pictures or captions change. The marker file contains it, so that older folders are refused.
@@ -93,8 +93,8 @@ class Scene:
     background: str
     main: SceneObject
     second: SceneObject | None
-    relation: str | None  # of the main object to the second one
-    position: str | None  # of a main object that is alone
+    relation: str | None  # where the main object is, relative to the second object
+    position: str | None  # where the main object is, if there is no second object
 
 
 def make_scene(seed: int, index: int, language: str = "en") -> tuple[Scene, list[str]]:
@@ -110,7 +110,7 @@ def make_scene(seed: int, index: int, language: str = "en") -> tuple[Scene, list
     if rng.random() < SINGLE_SHARE:
         scene = _single(rng, split, background, main)
     else:
-        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # another color
+        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # not the main object's color
         scene = _pair(rng, split, background, main, second)
     return scene, scene_captions(rng, scene, language)
 
@@ -297,7 +297,7 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
     boxes = [
         (item.x - item.extent, item.y - item.extent, item.x + item.extent, item.y + item.extent) for item in shapes
     ]
-    corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as shares of the picture
+    corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as fractions of the picture
     corners[1:] += rng.normal(0, REGION_JITTER, corners[1:].shape)
     corners = corners.clip(0, 1)
     evidence = np.stack([_evidence(scene.background, shape) for shape in (None, *shapes)])
