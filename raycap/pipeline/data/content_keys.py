@@ -133,7 +133,7 @@ def take_snapshot(
 def _find_entries(
     files: Collection[str], options: StorageOptions, listing: pa.Table
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """{path or URI: size and tag}, and {path or URI: reason} of missing files. listing: see `take_snapshot`."""
+    """{path or URI: size and tag}, and {path or URI: reason} of missing files. listing: known sizes."""
     objects = {uri for uri in files if is_remote(uri)}
     listed = listing.filter(pc.is_in(listing["uri"], value_set=pa.array(objects, pa.string()))).to_pylist()
     entries = {row["uri"]: Entry(row["size"], row["tag"]) for row in listed}

@@ -135,7 +135,7 @@ class ImageLocation:
         return data
 
     def _row_value(self, place: RowPlace, max_bytes: int | None) -> bytes:
-        """The bytes of an image in a Parquet file. Raises OSError as `read_bytes`."""
+        """The bytes of an image in a Parquet file. Raises OSError if they cannot be read, are missing or too many."""
         try:
             value = _images_of_group(self.file, place)[place.row]
         except (UserError, IndexError) as error:
@@ -210,7 +210,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
-    """An RGB copy of a Pillow image, rotated and blended as in `decode_image`. Raises BadImage."""
+    """An RGB copy of a Pillow image, rotated by its EXIF data and blended with white. Raises BadImage."""
     with _bad_images():
         _require_size(image, max_pixels)
         return _to_rgb(ImageOps.exif_transpose(image))

@@ -65,7 +65,7 @@ _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
 def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: see `take_snapshot`."""
+    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: reads new files."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
     return snapshot_of(dataset, config, hash_files)
@@ -98,8 +98,8 @@ def snapshot_of(
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of images that cannot be read. Updates the manifest of keys.
 
-    hash_files, listing: see `take_snapshot`. With region features, the content keys are made from the image ids,
-    because the image files need not exist.
+    hash_files: reads new files. listing: known sizes and tags (`take_snapshot`). With region features, the content keys
+    are made from the image ids, because the image files need not exist.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -195,7 +195,7 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
 
 
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
-    """The annotation files that a section of `data.sources` names. Raises UserError as `read_annotations`."""
+    """The annotation files that a section of `data.sources` names. Raises UserError for missing or bad paths."""
     splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
     uri = section.images.rstrip("/") if is_remote(section.images) else inside(root, section.images, "data.images")[0]
     images = StoragePath(uri, root.options)

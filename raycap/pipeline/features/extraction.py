@@ -90,8 +90,8 @@ def extract_features(
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
-    weights: the file of the backbone's weights, or None for region features. start_ray, unreadable: see `extract`.
-    transform: the transform that a bundle records. If it is None, the backbone's transform is used.
+    weights: the file of the backbone's weights, or None for region features. unreadable: {URI: reason} of images
+    without a content key. transform: the transform that a bundle records, or None for the backbone's.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
@@ -107,8 +107,7 @@ def hash_and_extract(
 
     Many files are read by an extraction on Ray, and few files by threads. With `features.views`, threads read all
     files, because a view can only be computed when its content key is known. weights: returns the file of the
-    backbone's weights. weights and start_ray (see `extract`) are only called for an extraction. transform: see
-    `extract_features`.
+    backbone's weights. weights and start_ray are only called for an extraction. transform: see `extract_features`.
     """
 
     def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
@@ -229,9 +228,9 @@ def extract(
 ) -> tuple[StoragePath, dict[str, str]]:
     """Computes the features that the store lacks. The data set's keys may be those of views.
 
-    Identical images are computed once. Returns the store's folder, and {content key: reason} of images that cannot be
-    used. unreadable: {URI: reason} of images without a content key. `quarantine.parquet` lists both kinds of images.
-    `start_ray` is only called if the features of an image are missing.
+    features: the folder of all stores. unreadable: {URI: reason} of images without a content key. Returns the store's
+    folder, and {content key: reason} of images that cannot be used. `quarantine.parquet` lists both kinds of images.
+    Identical images are computed once. `start_ray` is only called if the features of an image are missing.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -265,7 +264,7 @@ def hashing_extraction(
     """Reads and hashes new files (see `HashFiles`), and stores the features of their images.
 
     Each file is read once, on the cluster. An image that cannot be decoded gets a content key and no features. The
-    next call of `extract` lists this image in the quarantine. features, start_ray: see `extract`.
+    next call of `extract` lists this image in the quarantine. features: the folder of all stores.
     """
     folder = storage_path(features) / feature_key(extractor.describe())
     known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))
@@ -362,7 +361,7 @@ def _decode_and_compute(batch: dict[str, np.ndarray], decoding: Values, **argume
 
 @lru_cache(maxsize=1)
 def _writer(**arguments: Any) -> ShardWriter:
-    """The writer of this process. It is cached, so that the tasks of an extraction load the backbone once."""
+    """The writer of this process, which is cached, so that the tasks of an extraction load the backbone once."""
     return ShardWriter(**arguments)
 
 

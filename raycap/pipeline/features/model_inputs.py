@@ -54,7 +54,7 @@ class FeatureComputer:
         device: torch.device,
         data: bytes | None = None,
     ) -> None:
-        """weights, data: see `load_weights`. settings: with a `compute_dtype` that is not `auto`."""
+        """weights: the file. data: its content if it was read before. settings: whose `compute_dtype` is not auto."""
         self.settings, self.device, self.transform = settings, device, image_transform(backbone)
         self.dtype, self.stored = getattr(torch, settings.compute_dtype), getattr(torch, settings.stored_dtype)
         module = Backbone(backbone, with_weights=False)
@@ -160,7 +160,8 @@ def model_inputs(
 ) -> Images:
     """The model inputs of some images of a run: stored features, or pixels if `store` is None.
 
-    views: of training images. If it is None, the images are not augmented. as_stored: see `Images`.
+    views: of training images. If it is None, the images are not augmented. as_stored: whether pixels are those of the
+    views that a store would have, instead of new views.
     """
     source = image_transform(config.backbone) if store is None else store
     options, threads = config.storage.options, config.workers.num_decode_threads

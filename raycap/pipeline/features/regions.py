@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
     """The number C of values per region, from the data set's first image with usable features.
 
-    Raises UserError if no image has usable features, or as `_check_images`.
+    Raises UserError if no image has usable features, boxes are missing, or regions are too many (`_check_images`).
     """
     reason = ""
     with open_regions(region_file(config)) as file:
@@ -71,7 +71,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{content key: reason} of images without usable features. Raises UserError as `_check_images`."""
+    """{content key: reason} of images without usable features. Raises UserError for missing boxes, too many regions."""
     image_ids = dataset.column("image_id")
     with open_regions(region_file(config)) as file:
         reasons = _check_images(file, image_ids, config)
@@ -83,7 +83,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     """Imports the features that the store lacks. dataset: with content keys that contain the ids (`keyed_by_id`).
 
     Returns the store's folder, and {content key: reason} of images without usable features. Raises UserError if the
-    file is missing or not HDF5, if widths differ, or as `_check_images`. Needs memory for one shard.
+    file is missing or not HDF5, widths differ, boxes are missing, or regions are too many. Needs memory for one shard.
     """
     settings, description = config.features, describe_regions(config)
     folder = config.storage_place / "features" / feature_key(description)
