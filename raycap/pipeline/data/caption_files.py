@@ -168,7 +168,7 @@ def _value(row: object, key: str, *types: type, location: str) -> Any:
 
 
 def _caption(row: object, key: str, location: str) -> str:
-    """row[key], a text of at most MAX_CAPTION characters. Raises UserError for any other value, as `_value`."""
+    """row[key], a text of at most MAX_CAPTION characters. Raises UserError for any other value."""
     caption: str = _value(row, key, str, location=location)
     if len(caption) > MAX_CAPTION:
         raise UserError(f"{location} has a {key} of {len(caption)} characters; the limit is {MAX_CAPTION}")

@@ -45,7 +45,7 @@ _NUM_THREADS = 8
 _URIS_PER_SLICE = 1000  # files per batch; after each batch the manifest may be written
 _WRITE_EVERY_S = 60.0  # the least time between two writes of the manifest
 _WRITE_SHARE = 1 / 20  # writes of the manifest take at most this fraction of the time
-_LISTED_OBJECTS = 1000  # a listing ends after so many objects, and 10 per image: a folder may have a billion
+_LISTED_OBJECTS = 1000  # plus 10 per image: the most objects that are listed, as a folder may have a billion
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
 MANIFEST = ENTRIES.append(pa.field("key", pa.string()))
@@ -63,7 +63,7 @@ class HashedFiles(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: dict[str, np.ndarray]) -> HashedFiles:
-        """The files of a batch with the columns number, uri, key ("" for an unreadable file) and reason."""
+        """The files in a batch of an extraction. batch: columns number, uri, key ("" if unreadable) and reason."""
         is_bad = batch["key"] == ""
         bad = zip(batch["uri"][is_bad], batch["reason"][is_bad], strict=True)
         reasons = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in bad}

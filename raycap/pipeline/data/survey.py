@@ -311,7 +311,7 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
 def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
     """The keys that name the splits. If no image is for validation, the keys also divide the images.
 
-    Raises UserError if no image is for training, or as `_divided`.
+    Raises UserError if no image is for training, or if the images are too few to be divided.
     """
     splits = Counter(dataset.split_sizes())
     known = {split: SPLIT_WORDS.get(split.lower()) for split in splits}

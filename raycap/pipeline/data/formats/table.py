@@ -65,7 +65,7 @@ def table_entries(source: Source) -> Iterator[Values]:
 
 
 def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:
-    """Yields the rows of a Parquet file as `table_entries`, with only the columns image, captions, id and split."""
+    """Yields the rows of a Parquet file as {column: value}, with only the columns image, captions, id and split."""
     table = ParquetFile(file, title)
     found = {
         role: next((each for each in source.column_names[role] if each in table.columns), None)

@@ -154,7 +154,7 @@ def _chinese(rng: random.Random, scene: Scene) -> Words:
 
 
 def _chinese_names(role: str, item: SceneObject) -> Words:
-    """An object's name with its size and without it, by the fields of templates. role: main or second."""
+    """{field of the templates: an object's name}, with its size and without it. role: main or second."""
     noun, measure = _CHINESE_SHAPES[item.shape]
     color = f"{_CHINESE_COLORS[item.color]}{noun}"
     return {role: f"一{measure}{_CHINESE_SIZES[item.size]}{color}", f"plain_{role}": f"一{measure}{color}"}
