@@ -54,7 +54,7 @@ class FeatureComputer:
         device: torch.device,
         data: bytes | None = None,
     ) -> None:
-        """weights: the file. data: its content if it was read before. settings: with no `auto` in it."""
+        """weights: the file. data: its content if it was read before. settings: `compute_dtype` is not auto."""
         self.settings, self.device, self.transform = settings, device, image_transform(backbone)
         self.dtype, self.stored = getattr(torch, settings.compute_dtype), getattr(torch, settings.stored_dtype)
         module = Backbone(backbone, with_weights=False)
