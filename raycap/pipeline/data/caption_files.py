@@ -15,12 +15,12 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json, read_document
 
 ImageId = int | str
-N_BEST = "n-best-{}.jsonl"  # the name of the file with several captions per image of a split
+N_BEST = "n-best-{}.jsonl"  # file with several captions per image; {} is the split
 _GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, which may be gzipped under any name. Raises UserError."""
+    """The parsed content of a JSON file, plain or gzipped, whatever its ending. Raises UserError."""
     if not path.is_file():
         raise UserError(f"file {path} does not exist; give a JSON file, gzipped or not")
     try:
@@ -31,10 +31,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """Raw captions by image id, in the file's order. Images without a caption are left out. Raises UserError.
+    """{image id: raw captions} of a COCO or Karpathy file, in file order. Images without captions are left out.
 
-    split: the only one to read from a Karpathy file; None for all. There, an image's id is its cocoid; if an image of
-    the file has none, it is the imgid. COCO annotations have no splits.
+    split: the split to read from a Karpathy file. If it is None, all splits are read. In a Karpathy file the cocoid is
+    an image's id, or the imgid if some image has no cocoid. Raises UserError for a file without captions or without
+    this split, such as COCO annotations, which have no splits.
     """
     data = read_json(path)
     content = data if isinstance(data, dict) else {}
@@ -57,7 +58,7 @@ def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[
 def read_file_names(path: Path) -> dict[ImageId, str]:
     """{image id: file name} from COCO annotations or a Karpathy file. Images without a file name are left out.
 
-    Names are relative to a folder of images. Raises UserError for a name that leads out of it.
+    The names are relative to the folder of images. Raises UserError for a name that leads out of this folder.
     """
     data = read_json(path)
     images = data.get("images") if isinstance(data, dict) else None
@@ -72,7 +73,7 @@ def read_file_names(path: Path) -> dict[ImageId, str]:
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
-    """Raw captions by image id from the two lists of a COCO file; the list is empty for an image without captions."""
+    """{image id: raw captions} from the two lists of a COCO file. An image without captions has an empty list."""
     ids = [_value(image, "id", int, str, location=f"{path}: images[{i}]") for i, image in enumerate(images)]
     references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
     for number, annotation in enumerate(annotations):
@@ -83,7 +84,7 @@ def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[Im
 
 
 def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
-    """Raw captions by image id from the list of a Karpathy file, of one split or (None) of all."""
+    """{image id: raw captions} from the list of a Karpathy file. If the split is None, all splits are read."""
     splits = Counter(str(image.get("split")) for image in images if isinstance(image, dict))
     if split is not None and split not in splits:
         available = shorten(f"{name} ({count} images)" for name, count in splits.items())
@@ -111,7 +112,7 @@ def write_predictions(path: Path, captions: Mapping[int, str]) -> None:
 
 
 def read_predictions(path: Path) -> dict[ImageId, str]:
-    """Raw caption by image id from a COCO result file. Raises UserError."""
+    """{image id: raw caption} from a COCO result file. Raises UserError."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
         content_name = "an empty list" if data == [] else kind_of(data)
@@ -134,7 +135,7 @@ def write_n_best(path: Path, captions: Mapping[int, Sequence[Mapping[str, object
 
 
 def read_n_best(path: Path) -> dict[ImageId, list[str]]:
-    """The raw captions of each image, by id, in a file of `write_n_best`. Raises UserError."""
+    """{image id: raw captions} from a file that `write_n_best` wrote. Raises UserError."""
     try:
         lines = read_document(path).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -155,19 +156,19 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
 
 
 def _value(row: object, key: str, *types: type, location: str) -> Any:
-    """row[key], which must have one of the types (str, or int and str). location: the place of the row in messages.
+    """row[key], a value of one of the types (str, or int and str). location: names the row in error messages.
 
     Raises UserError for a value of another type, a missing key, or a row that is not an object.
     """
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, types):  # for isinstance, true and false are ints
+    if isinstance(value, bool) or not isinstance(value, types):  # a bool is refused, although it is an int
         kind = "a number or text" if int in types else "text"
         raise UserError(f"{location} has no {key} that is {kind}: found {quoted(row)}")
     return value
 
 
 def _caption(row: object, key: str, location: str) -> str:
-    """row[key], which must be a text of at most MAX_CAPTION characters. UserError as `_value`."""
+    """row[key], a text of at most MAX_CAPTION characters. Raises UserError for any other value."""
     caption: str = _value(row, key, str, location=location)
     if len(caption) > MAX_CAPTION:
         raise UserError(f"{location} has a {key} of {len(caption)} characters; the limit is {MAX_CAPTION}")

@@ -1,9 +1,10 @@
 """Content keys: the sha256 of every image file. A file that has not changed is not read again.
 
-Threads of this process read the files, or the tasks of an extraction, which read them anyway. The manifest, a Parquet
-file, has the size, tag and content key of each image. The tag is the modification time, or the ETag on S3. A file with
-the size and tag of the manifest counts as unchanged. An image in an archive or table has the size and tag of this file.
-The manifest is also written while images are read, so that a kill or an outage loses little work.
+The manifest, a Parquet file, lists the size, tag and content key of each image. The tag is the file's modification
+time, or its ETag on S3. If size and tag are those of the manifest, the file counts as unchanged. An image in an archive
+or table has the size and tag of the archive or table. New files are read by threads of this process, or by the tasks of
+an extraction, which need the content anyway. The manifest is also written while images are read, so that a kill or an
+outage loses little work.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from raycap.pipeline.storage.tables import read_cache, write_table
 
 _FILES_PER_TASK = 64  # files whose sizes a thread looks up in one task
 _NUM_THREADS = 8
-_URIS_PER_SLICE = 1000  # files that are hashed between two looks at the clock
+_URIS_PER_SLICE = 1000  # files per batch; after each batch the manifest may be written
 _WRITE_EVERY_S = 60.0  # the least time between two writes of the manifest
-_WRITE_SHARE = 1 / 20  # the largest share of the time that these writes may take
-_LISTED_OBJECTS = 1000  # of a folder, and 10 more for each image, because it may have a billion other objects
+_WRITE_SHARE = 1 / 20  # writes of the manifest take at most this fraction of the time
+_LISTED_OBJECTS = 1000  # plus 10 per image: the most objects that are listed, as a folder may have a billion
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
 MANIFEST = ENTRIES.append(pa.field("key", pa.string()))
 
 
 class HashedFiles(NamedTuple):
-    """Files that were read. numbers: (R,) int64, their positions in the argument of `HashFiles`, in any order.
+    """Files that were read. numbers: (R,) int64, the files' positions in the argument of `HashFiles`, in any order.
 
-    keys: their sha256; None for a file that cannot be read. reasons: {URI: why it cannot be read}.
+    keys: the sha256 of each file, or None if it cannot be read. reasons: {URI: why the file cannot be read}.
     """
 
     numbers: np.ndarray
@@ -62,14 +63,14 @@ class HashedFiles(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: dict[str, np.ndarray]) -> HashedFiles:
-        """The files of a batch with the columns number, uri, key and reason. A file without a key has the key ""."""
+        """The files in a batch of an extraction. batch: columns number, uri, key ("" if unreadable) and reason."""
         is_bad = batch["key"] == ""
         bad = zip(batch["uri"][is_bad], batch["reason"][is_bad], strict=True)
         reasons = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in bad}
         return cls(batch["number"], [str(key) or None for key in batch["key"]], reasons)
 
 
-# Reads and hashes the files at URIs, each once. Raises StorageError for an outage.
+# A function that reads and hashes the files at these URIs, each file once. Raises StorageError for an outage.
 HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 
@@ -83,8 +84,9 @@ def take_snapshot(
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
     manifest: the path of a table of MANIFEST, which is written if a file is new or has changed. hash_files: reads new
-    and changed files; None for threads of this process. listing: files that the caller has listed already, with the
-    columns of ENTRIES; they are not looked up again. Raises StorageError for an outage.
+    and changed files. If it is None, threads of this process read them. listing: sizes and tags that the caller knows
+    already, with the columns of ENTRIES, so that these files are not looked up again. Raises StorageError for an
+    outage.
     """
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
@@ -102,7 +104,7 @@ def take_snapshot(
     keys = pc.if_else(is_same, before["key"], None).to_numpy()
 
     def write() -> None:
-        """Writes the manifest. The rows of images that have keys are new, and all others stay."""
+        """Writes the manifest: a new row for each image that has a key, and all other rows as they were."""
         rows = pa.table([uris, sizes, tags, pa.array(keys, pa.string())], schema=MANIFEST)
         rows = rows.filter(pc.is_valid(rows["key"]))
         others = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
@@ -131,7 +133,7 @@ def take_snapshot(
 def _find_entries(
     files: Collection[str], options: StorageOptions, listing: pa.Table
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The sizes and tags of files and objects, and {path or URI: reason} for missing ones."""
+    """{path or URI: size and tag}, and {path or URI: reason} of missing files. listing: known sizes."""
     objects = {uri for uri in files if is_remote(uri)}
     listed = listing.filter(pc.is_in(listing["uri"], value_set=pa.array(objects, pa.string()))).to_pylist()
     entries = {row["uri"]: Entry(row["size"], row["tag"]) for row in listed}
@@ -140,7 +142,7 @@ def _find_entries(
     reasons = {uri: "no such object" for uri in objects - entries.keys() if not uri.startswith(unfinished)}
 
     def ask(file: str) -> Entry | str:
-        """The entry of a file or object, or why there is none."""
+        """The size and tag of a file or object, or the reason why it is missing."""
         try:
             if is_remote(file):
                 return StoragePath(file, options).stat()
@@ -164,9 +166,10 @@ def _find_entries(
 
 
 def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    """The sizes and tags of objects, and the folders of those that must be looked up one by one.
+    """{URI: size and tag} of objects on S3, and the folders that were not listed to the end.
 
-    Each folder is listed once, with those below it. A listing ends early in a folder with many other objects.
+    A folder is listed together with the folders below it. If it has many other objects, its listing ends early, so that
+    the remaining images must be looked up one by one.
     """
     images_in = Counter[str]()
     folder = ""
@@ -189,7 +192,7 @@ def hash_with_threads(
 ) -> Iterator[HashedFiles]:
     """Reads and hashes files (`HashFiles`) with threads of this process. Images on S3 are cached on this machine.
 
-    cache_bytes: the cache's size (`features.cache_gib`); None for the default.
+    cache_bytes: the cache's size in bytes (`features.cache_gib`). If it is None, the default size is used.
     """
 
     def read(uri: str) -> tuple[str | None, str]:
@@ -202,7 +205,7 @@ def hash_with_threads(
             return None, reason_of(error)
         key = hashlib.sha256(data).hexdigest()
         if cache is not None and is_remote_image(uri):
-            with suppress(OSError):  # a disk that cannot be written; the image is read again
+            with suppress(OSError):  # if the disk cannot be written, the image is downloaded again later
                 cache.add(key, data)
         return key, ""
 

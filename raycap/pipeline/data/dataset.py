@@ -1,4 +1,4 @@
-"""Captioned images: the table that every step after the annotation files reads. Processes share it as an Arrow file."""
+"""The data set: a table of images with captions, made of the annotation files. Processes share it as an Arrow file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SCHEMA = pa.schema(
     ]
 )
 
-# A further column with `data.tokenizer: tokens`: of each caption, the annotation file's tokens joined with spaces.
+# One more column if `data.tokenizer` is `tokens`: each caption's tokens in the annotation file, joined with spaces.
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
-CHUNK_ROWS = 4096  # rows that become Python objects at a time, and rows of a chunk of the Arrow file
+CHUNK_ROWS = 4096  # rows that are converted to Python objects at a time, and rows per chunk of the Arrow file
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions. table: one row per image, with the columns of SCHEMA, and maybe TOKENS."""
+    """Images with their captions. table: one row per image, with the columns of SCHEMA and sometimes TOKENS."""
 
     table: pa.Table
 
@@ -52,7 +52,7 @@ class Dataset:
         return self.where(pc.is_in(self.table["split"], pa.array(names, pa.string())))
 
     def readable(self) -> Dataset:
-        """The images with a content key: the files of all others could not be read."""
+        """The images with a content key. An image without a key has a file that could not be read."""
         return self.where(pc.is_valid(self.table["key"]))
 
     def without(self, content_keys: Sequence[str]) -> Dataset:
@@ -60,40 +60,40 @@ class Dataset:
         return self.where(pc.invert(pc.is_in(self.table["key"], pa.array(content_keys, pa.string()))))
 
     def where(self, mask: pa.ChunkedArray) -> Dataset:
-        """The images for which a mask without nulls is true."""
+        """The images for which the mask is true. mask: one bool per row, without nulls."""
         return self if pc.sum(mask).as_py() == len(self) else Dataset(self.table.filter(mask))
 
     def with_column(self, name: str, values: pa.Array | pa.ChunkedArray) -> Dataset:
-        """A copy in which this column of SCHEMA has these values, one per row."""
+        """A copy with new values in one column. name: a column of SCHEMA or TOKENS. values: one per row."""
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
 
     def keyed_by_id(self) -> Dataset:
-        """The data set with `id-<image id>` as content keys, because region features need no image files."""
+        """A copy whose content keys are `id-<image id>`, for region features, which need no image files."""
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
     def column(self, name: str) -> list[Any]:
-        """A column of SCHEMA as a list."""
+        """The values of a column as a list."""
         return self.table[name].to_pylist()
 
     def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
         """{image id: captions}.
 
-        With a tokenizer of `TOKENIZERS`, the captions are the texts that were stored for it to split. Without one, they
-        are as annotated.
+        If a tokenizer of `TOKENIZERS` is given, the captions are from the column that it splits (`text_column`). If it
+        is None, the captions are as annotated.
         """
         return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
 
     def uris(self) -> dict[int, str]:
-        """Where each image is, by image id."""
+        """{image id: the text of its `ImageLocation`}."""
         return dict(zip(self.column("image_id"), self.column("uri"), strict=True))
 
     def split_sizes(self) -> dict[str, int]:
-        """The number of images of each split, in the order in which the splits occur."""
+        """{split: number of its images}, in the order in which the splits occur."""
         return {each["values"]: each["counts"] for each in self.table["split"].value_counts().to_pylist()}
 
     def with_words(self, tokenizer: str = "expansionnet") -> Dataset:
-        """The data set without captions that have no word for the tokenizer.
+        """A copy without the captions in which the tokenizer finds no word.
 
         Raises UserError for an image that would have no caption left.
         """
@@ -116,26 +116,26 @@ class Dataset:
         return dataset
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
-        """These columns, CHUNK_ROWS rows at a time; the last chunk may have fewer."""
+        """The columns with these names, CHUNK_ROWS rows at a time. The last chunk may have fewer rows."""
         table = self.table.select(list(names))
         for start in range(0, len(table), CHUNK_ROWS):
             yield table.slice(start, CHUNK_ROWS)
 
     def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
-        """The texts of each image's captions that the tokenizer splits, one image at a time."""
+        """For each image, its captions from the column that the tokenizer splits (`text_column`)."""
         for chunk in self.chunks(text_column(tokenizer)):
             yield from chunk.column(0).to_pylist()
 
     def texts(self, tokenizer: str = "expansionnet") -> Iterator[str]:
-        """The text of every caption that the tokenizer splits, one caption at a time."""
+        """Every caption from the column that the tokenizer splits (`text_column`)."""
         return chain.from_iterable(self.texts_by_image(tokenizer))
 
     def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
-        """The words of every caption, one caption at a time."""
+        """The words of every caption: one list per caption."""
         return map(TOKENIZERS[tokenizer].split, self.texts(tokenizer))
 
     def fingerprint(self) -> str:
-        """Hash of content keys, ids, splits and captions. It does not depend on the paths of the image files."""
+        """A hash of content keys, ids, splits and captions, but not of the paths of the image files."""
         digest = hashlib.sha256()
         for chunk in self.chunks("image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]):
             digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())
@@ -156,6 +156,6 @@ class Dataset:
             table.validate(full=True)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
-                raise  # the machine is at fault, and not the file
+                raise  # the fault is the machine's, so the file does not count as damaged
             raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
         return Dataset(table)

@@ -1,4 +1,4 @@
-"""The YAML file that `raycap init` writes: the data, and a model, stages and sizes that suit the number of images."""
+"""The YAML file that `raycap init` writes: the data's keys, and a model and stages that suit the number of images."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.survey import Survey
 from raycap.pipeline.runtime.names import printable
 
-# The language of each script, by the first word of its characters' names in Unicode. If several languages use a script,
-# it is the one with most readers.
+# {script: language}. A script is named by the first word of its letters' Unicode names. If several languages use a
+# script, the language with most readers is listed.
 SCRIPT_LANGUAGES = {
     "HIRAGANA": "ja", "KATAKANA": "ja", "HANGUL": "ko", "CJK": "zh", "THAI": "th", "CYRILLIC": "ru", "ARABIC": "ar",
     "DEVANAGARI": "hi", "BENGALI": "bn", "GREEK": "el", "HEBREW": "he", "TAMIL": "ta",
 }  # fmt: skip
-# Frequent words of captions in languages with Latin letters, by which a language is guessed.
+# Frequent words of captions in languages with Latin letters. `_latin_language` guesses the language by these words.
 WORDS = {
     "en": "a the of with is on and are in at to an his her two",
     "de": "ein eine einem einer der die das und mit ist auf im sind von zwei",
@@ -35,11 +35,11 @@ WORDS = {
     "pl": "w na z i do jest się po dwa przed obok mężczyzna kobieta osoba dwóch",
 }
 WITHOUT_BLANKS = ("ja", "zh", "th")  # languages whose words are not divided by blanks
-MIN_SHARE = 0.1  # the least share of Japanese syllables in a Japanese text; a Chinese text has none
-# A language is guessed on three conditions: a tenth of all words are its frequent words, at least two of these words
-# are different, and it has 1.25 times as many as any other language.
+MIN_SHARE = 0.1  # fraction of syllables that makes a text Japanese, because Chinese text has none
+# A language is guessed if its frequent words are a tenth of all words, at least two different ones occur, and they
+# occur 1.25 times as often as the frequent words of any other language.
 MIN_FREQUENT, MIN_WORDS, MIN_MARGIN = 0.1, 2, 1.25
-NEARLY_ALL = 0.98  # of the captions are not longer than the evaluation's max_length
+NEARLY_ALL = 0.98  # fraction of the captions that must not be longer than evaluation.max_length
 NEW_BACKBONE = """\
 # A small backbone that is trained from scratch. A pretrained one captions photographs far better:
 #   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key
@@ -67,7 +67,7 @@ SMALLER_MODEL = "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropo
 
 
 class Size(NamedTuple):
-    """A model and its training. model: d_model, d_ff, num_heads, encoder and decoder layers."""
+    """A model and its training. model: d_model, d_ff, num_heads, number of encoder layers and of decoder layers."""
 
     model: tuple[int, int, int, int, int]
     epochs: int
@@ -82,7 +82,7 @@ LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4")  # for 
 
 @dataclass(frozen=True)
 class Language:
-    """A script (Unicode's name), a language (its code in ISO 639-1, None if it is unknown), and its tokenizer."""
+    """The script (Unicode's name), language (ISO 639-1 code, or None if unknown) and tokenizer of captions."""
 
     script: str
     code: str | None
@@ -113,9 +113,9 @@ def _script_of(letter: str) -> str:
 
 
 def _latin_language(words: Counter[str]) -> str | None:
-    """The language of WORDS that has the most frequent words among these; None if no language is clear.
+    """The language of WORDS whose frequent words occur most often. words: {word: count}. None if no language is clear.
 
-    A margin is needed, because other languages share words with those of WORDS: Swedish has "en", as Spanish.
+    A margin is needed, because languages that are not in WORDS share words with it: Swedish has "en", like Spanish.
     """
     found = {code: [word for word in frequent.split() if words[word]] for code, frequent in WORDS.items()}
     counts = {code: sum(words[word] for word in each) for code, each in found.items()}
@@ -125,16 +125,16 @@ def _latin_language(words: Counter[str]) -> str | None:
 
 
 class Counts(NamedTuple):
-    """What a configuration depends on. per_image: the most frequent number of captions of a training image."""
+    """The numbers that decide a configuration. per_image: the most frequent number of captions per training image."""
 
     train_images: int
     captions: int
     per_image: int
-    words: int  # in nearly all captions, at most
+    words: int  # NEARLY_ALL captions have at most this many words
 
 
 def counts_of(found: Survey, language: Language) -> Counts:
-    """Counts the images, captions and words of a data set. Raises UserError for an image without a word."""
+    """Counts the images, captions and words of a data set. Raises UserError if an image has no caption with a word."""
     dataset = found.dataset.with_words(language.tokenizer)
     train = dataset.split(*DataSection(root=found.root.uri, **found.keys).train_splits)
     per_image = Counter(len(captions) for captions in train.column("captions")).most_common(1)[0][0]
@@ -143,7 +143,7 @@ def counts_of(found: Survey, language: Language) -> Counts:
 
 
 def config_text(found: Survey, name: str, language: Language, counts: Counts, *, is_pretrained: bool) -> str:
-    """The configuration `name` of a data set, as YAML with comments."""
+    """The text of a configuration with this name, in YAML with comments. is_pretrained: whether the backbone is."""
     size = SMALL if counts.train_images < 2_000 else LARGE if counts.train_images > 50_000 else MEDIUM
     header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
     backbone = PRETRAINED_BACKBONE.format("base" if size is LARGE else "tiny") if is_pretrained else NEW_BACKBONE
@@ -162,7 +162,7 @@ def config_text(found: Survey, name: str, language: Language, counts: Counts, *,
 
 
 def _data(found: Survey, language: Language, counts: Counts) -> str:
-    """The section `data`."""
+    """The section `data` in YAML."""
 
     def flow(value: object) -> str:
         """The YAML of a value in one line."""
@@ -186,7 +186,11 @@ def _data(found: Survey, language: Language, counts: Counts) -> str:
 
 
 def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
-    """Cross entropy with a frozen backbone; SCST and the backbone with more images, or if it is not pretrained."""
+    """The section `stages` in YAML: cross entropy with a frozen backbone, and maybe two more stages.
+
+    A stage that trains the backbone follows if there are 2,000 training images or if the backbone is not pretrained. A
+    stage of SCST follows if there are 2,000 training images and they have several captions each.
+    """
     common = f"    batch_size: {size.batch_size}\n"
     if size is not LARGE and per_image > 1:
         common += f"    captions_per_image: {min(5, per_image)}\n"
@@ -202,7 +206,7 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
             f"    epochs: {epochs}\n{common}    lr: {lr}\n"
             "    schedule: {warmup_iterations: 20, decay: 0.85}\n    drop_path: 0.05"
         )
-    if size is not SMALL and per_image > 1:  # the reward of one reference is mostly noise
+    if size is not SMALL and per_image > 1:  # with one reference per image, the reward is mostly noise
         stages.append(
             "  - name: scst_frozen\n    objective: scst\n    epochs: 3\n"
             f"    batch_size: {size.batch_size}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"

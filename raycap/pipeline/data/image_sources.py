@@ -1,4 +1,4 @@
-"""Images as callers name or give them, outside of a data set.
+"""Finds and loads single images that a command or a program gives, without a data set.
 
 The command line names files, folders, globs, and s3:// prefixes and globs. Programs give paths, URIs, bytes of files,
 Pillow's images and arrays.
@@ -20,14 +20,14 @@ from raycap.pipeline.storage.path import join, storage_path
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
-MAX_PIXELS = 100_000_000  # Larger images are refused.
+MAX_PIXELS = 100_000_000  # default limit of width x height; larger images are refused
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
-    """Paths and URIs of the images that the arguments name, in this order and without repetition.
+    """Paths and URIs of the images that the arguments name, in the arguments' order, each once.
 
-    A folder or prefix gives all files below it that have an image's ending, sorted. In a pattern, * and ? do not match
-    a /, and ** stands for any number of folders. Raises UserError for a missing file or folder, and for a folder,
+    For a folder or prefix, these are all files below it with an image's ending, sorted. In a pattern, * and ? do not
+    match a /, and ** matches any number of folders. Raises UserError for a missing file or folder, and for a folder,
     prefix or pattern without an image.
     """
     images: dict[str, None] = {}
@@ -40,7 +40,10 @@ def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptio
 
 
 def _find_local(argument: str) -> list[str]:
-    """The images in a folder, a file itself, or the files that match a pattern. Raises UserError if nothing exists."""
+    """The images that a local argument names: a file, those in a folder, or the files that match a pattern.
+
+    Raises UserError if there is no such file or folder.
+    """
     path = Path(argument)
     if path.is_dir():
         return [str(file) for file in sorted(path.rglob("*")) if _is_image_name(file.name) and file.is_file()]
@@ -53,7 +56,7 @@ def _find_local(argument: str) -> list[str]:
 
 
 def _find_remote(argument: str, options: StorageOptions) -> list[str]:
-    """The URI of an object with an image's ending, of those that match a pattern, or of all images below a prefix."""
+    """The URIs that an argument on S3 names: an object, the objects that match a pattern, or all images below it."""
     place = storage_path(argument, options)
     place.require_answer()
     if glob.has_magic(argument) and not place.exists():
@@ -61,7 +64,7 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
         root = storage_path(f"s3://{bucket}", options)
         return [join(root.uri, name) for name in matching(root, pattern)]
     if _is_image_name(argument):
-        return [place.uri]  # a single object; whoever reads it reports a missing one
+        return [place.uri]  # not looked up here, because reading a missing object raises an error anyway
     return [join(place.uri, name) for name in sorted(place.list()) if _is_image_name(name)]
 
 
@@ -81,7 +84,7 @@ def load_image(
         try:
             source = read_image_file(storage_path(source, options))
         except StorageError:
-            raise  # the image is not at fault
+            raise  # because an outage is no fault of the image
         except OSError as error:
             raise BadImage(f"{UNREADABLE}: {reason_of(error)}") from error
     if isinstance(source, bytes | bytearray | memoryview):
@@ -94,7 +97,7 @@ def load_image(
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    """The image of an array. Raises BadImage for other types and shapes."""
+    """The image of an array (H, W), (H, W, 3) or (H, W, 4) uint8. Raises BadImage for other types and shapes."""
     has_channels = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
     if array.dtype != np.uint8 or not has_channels or 0 in array.shape:
         raise BadImage(

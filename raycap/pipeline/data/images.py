@@ -8,8 +8,8 @@ The column `uri` of a data set holds one text per image, an `ImageLocation`:
 
 START and LENGTH are the range of the image in the archive, in bytes. GROUP, ROW and LEAF are the numbers of a row
 group, of a row in it and of a leaf column. CHARACTERS is the length of the path or URI after the colon. The name of the
-image follows; it is for people and may contain anything. Local paths are absolute, so that none begins like another
-form.
+image follows for people to read, and may contain anything. Local paths are absolute, so that no path can begin with
+"tar:" or "parquet:".
 
 Decoding takes bounded memory, whatever a file contains. This module does not import torch, because Ray's decoding tasks
 start faster without it.
@@ -47,24 +47,25 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
-PARTS = ("tar:", "parquet:")  # the first characters of locations within a file
-MAX_BYTES = 256 * 2**20  # of an image file, which is read into memory as a whole
+PARTS = ("tar:", "parquet:")  # a location within an archive or table starts with one of these
+MAX_BYTES = 256 * 2**20  # limit of an image file, because it is read into memory as a whole
 UNREADABLE = "cannot be read"  # the next extraction tries an image again if its reason starts with this
 _TAR = re.compile(r"tar:(\d{1,19})\+(\d{1,19})\+(\d{1,6}):(.*)", re.DOTALL)
 _PARQUET = re.compile(r"parquet:(\d{1,9})\+(\d{1,9})\+(\d{1,9})\+(\d{1,6}):(.*)", re.DOTALL)
 # EPS is left out, because Pillow starts a program that interprets such a file. JPEG 2000 is left out, because a file of
 # 100 bytes can make its decoder take 1.6 kB per pixel. Multi-picture files (MPO) count as JPEG. The common formats come
-# first, because Pillow imports all its plugins for the others.
+# first, because Pillow imports all its plugins before it tries the others.
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
-MAX_WEBP_SHARE = 0.5  # of the limit on pixels, because Pillow needs 16 bytes per pixel of WebP, and 8 of the others
-MAX_SIDE = 2**20  # pixels; resizing takes 16 bytes for each pixel of a side
+MAX_WEBP_SHARE = 0.5  # fraction of `max_pixels`, because Pillow needs 16 bytes per pixel of WebP, 8 of other formats
+MAX_SIDE = 2**20  # pixels, because resizing takes 16 bytes for each pixel of a side
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
-STRIP_PIXELS = 2**20  # pixels that are converted at a time
+STRIP_PIXELS = 2**20  # pixels that `_to_rgb` converts at a time
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
-# Pillow decodes all pixels of a JPEG file once per scan, and a scan can be 200 bytes short. Photographs have about 10
-# scans at most. One in 65,536 places of other data looks like the begin of a scan, so that a longer file may have more.
+# The scans of a JPEG file are limited, because Pillow decodes all pixels once per scan, and a scan may have only 200
+# bytes. Photographs have about 10 scans at most. One in 65,536 pairs of other bytes equals SCAN by chance, so the limit
+# grows with the file.
 SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
-MAX_PPM_HEADER = 2**16  # bytes; Pillow reads the comments of a header byte by byte, a megabyte in a second
+MAX_PPM_HEADER = 2**16  # bytes, because Pillow reads the comments of a header byte by byte, at 1 MB per second
 
 
 class BadImage(Exception):
@@ -72,7 +73,7 @@ class BadImage(Exception):
 
 
 class UnknownFormatError(BadImage):
-    """A file is no image, or has a format that is not read."""
+    """A file is no image, or its format is not in FORMATS."""
 
 
 class OversizedError(BadImage):
@@ -81,15 +82,18 @@ class OversizedError(BadImage):
 
 @dataclass(frozen=True)
 class ImageLocation:
-    """An image's file, and the place of the image in it: (start, length) in bytes, a row of a table, or all of it."""
+    """Where an image is. file: the image file, or the archive or table that contains the image.
+
+    part: the image's (start, length) in an archive, in bytes, or its row in a table. None if the file is the image.
+    """
 
     file: StoragePath
     part: tuple[int, int] | RowPlace | None = None
-    name: str = field(default="", compare=False)  # of the image in the file
+    name: str = field(default="", compare=False)  # of the image in the archive or table
 
     @classmethod
     def parse(cls, uri: str, options: StorageOptions = StorageOptions()) -> ImageLocation:
-        """The location in a text of the column `uri`. Raises ValueError for any other text."""
+        """The location that a text of the column `uri` describes. Raises ValueError for any other text."""
         if not uri.startswith(PARTS):
             return cls(StoragePath(uri, options))
         match = _TAR.fullmatch(uri) or _PARQUET.fullmatch(uri)
@@ -103,7 +107,7 @@ class ImageLocation:
 
     @property
     def uri(self) -> str:
-        """The text of which `parse` makes an equal location."""
+        """The text for the column `uri`, from which `parse` makes an equal location."""
         if self.part is None:
             return self.file.uri
         kind = "parquet" if isinstance(self.part, RowPlace) else "tar"
@@ -117,7 +121,7 @@ class ImageLocation:
         return self.file.is_remote
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
-        """The image's bytes. Raises OSError if the file cannot be read or does not have this part."""
+        """The image's bytes. Raises OSError if they cannot be read, are missing, or are more than `max_bytes`."""
         if self.part is None:
             return self.file.read_bytes(max_bytes)
         if isinstance(self.part, RowPlace):
@@ -131,7 +135,7 @@ class ImageLocation:
         return data
 
     def _row_value(self, place: RowPlace, max_bytes: int | None) -> bytes:
-        """A value of a column of a Parquet file."""
+        """The bytes of an image in a Parquet file. Raises OSError if they cannot be read, are missing or too many."""
         try:
             value = _images_of_group(self.file, place)[place.row]
         except (UserError, IndexError) as error:
@@ -144,13 +148,13 @@ class ImageLocation:
         return data
 
 
-MAX_GROUPS_BYTES = 256 * 2**20  # of the row groups that a process keeps; the newest one stays even if it is larger
-_GROUPS: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()  # the least recently used one first
+MAX_GROUPS_BYTES = 256 * 2**20  # limit of the cached row groups; the newest one stays even if it is larger
+_GROUPS: OrderedDict[tuple[str, int, int], pa.LargeBinaryArray] = OrderedDict()  # least recently used first
 _LOCK = threading.Lock()
 
 
 def _images_of_group(file: StoragePath, place: RowPlace) -> pa.LargeBinaryArray:
-    """The images of a place's row group, which this process keeps. Raises UserError or OSError for a damaged file."""
+    """The images of a row group, which this process caches. Raises UserError or OSError for a damaged file."""
     key = file.uri, place.group, place.leaf
     with _LOCK:  # threads that need the same column read it once
         if key not in _GROUPS:
@@ -169,16 +173,16 @@ def forget_row_groups() -> None:
 
 
 def is_remote_image(uri: str) -> bool:
-    """True if an image is on S3. uri: its text in the column `uri`."""
+    """True if an image is on S3. uri: a text of the column `uri`."""
     return ImageLocation.parse(uri).is_remote if uri.startswith(PARTS) else is_remote(uri)
 
 
 def read_image_file(path: StoragePath, key: str | None = None, cache: ImageCache | None = None) -> bytes:
-    """The content of an image file, or of an image in an archive or table. path: its text may be any ImageLocation's.
+    """The bytes of an image file, or of an image in an archive or table.
 
-    key: the content key if it is known. With it, an image on S3 is read from this machine's cache if it is there. An
-    image that is not there is added to `cache` if one is given. Raises OSError for a file of more than MAX_BYTES, and
-    for pipes and devices.
+    path: its URI is the text of an ImageLocation. key: the image's content key, or None if it is unknown. If the key is
+    known, an image on S3 is taken from this machine's cache when the cache contains it. Otherwise the image is
+    downloaded, and added to `cache` if one is given. Raises OSError for more than MAX_BYTES, and for pipes and devices.
     """
     image = ImageLocation.parse(path.uri, path.options)
     if not key or not image.is_remote:
@@ -190,7 +194,7 @@ def read_image_file(path: StoragePath, key: str | None = None, cache: ImageCache
 
 
 def reason_of(error: OSError) -> str:
-    """Why a file cannot be read, without secrets, because the reason is stored."""
+    """The reason why a file cannot be read, without secrets, because the reason is stored."""
     return without_secrets(error.strerror or str(error))
 
 
@@ -206,7 +210,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
-    """A copy of an image of Pillow, converted as `decode_image` converts the image of a file. Raises BadImage."""
+    """An RGB copy of a Pillow image, rotated by its EXIF data and blended with white. Raises BadImage."""
     with _bad_images():
         _require_size(image, max_pixels)
         return _to_rgb(ImageOps.exif_transpose(image))
@@ -214,9 +218,9 @@ def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
 
 @contextmanager
 def _bad_images() -> Iterator[None]:
-    """Raises BadImage for any error of the block, because a damaged image can raise nearly any type."""
+    """Turns any error of the block into a BadImage, because a damaged image can raise nearly any type."""
     try:
-        with warnings.catch_warnings():  # of damaged metadata; and of large images, which `max_pixels` limits
+        with warnings.catch_warnings():  # about damaged metadata, and about large images, which `max_pixels` limits
             warnings.simplefilter("ignore")
             yield
     except BadImage:
@@ -232,7 +236,7 @@ def _bad_images() -> Iterator[None]:
 
 
 def _decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The RGB image as `decode_image` gives it. Raises an exception of nearly any type for a damaged file."""
+    """The result of `decode_image`. Raises an exception of nearly any type for a damaged file."""
     if data.startswith(b"P"):
         Image.open(io.BytesIO(data[:MAX_PPM_HEADER]), formats=("PPM",))  # raises an error if the header is longer
     image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -265,7 +269,7 @@ def _require_size(image: Image.Image, max_pixels: int) -> None:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """An image of any Pillow mode as RGB.
 
-    It is converted in strips, because a conversion makes several copies and needs 8 bytes for each 16-bit value.
+    The image is converted in strips, because a conversion makes several copies and needs 8 bytes per 16-bit value.
     """
     if image.mode == "RGB" and "transparency" not in image.info:
         return image.convert("RGB")
@@ -281,7 +285,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
-    """A part of an image as RGB. white: the value of a white pixel, if one has more than 8 bits."""
+    """A strip of an image as RGB. white: the value of a white pixel if the mode is in DEEP_MODES."""
     if strip.mode in DEEP_MODES:
         # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
         values = np.asarray(strip).astype(np.float64)
@@ -296,14 +300,14 @@ def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
 def pixels_of(
     image: Image.Image, transform: ImageTransform, augmentation: Augmentation, seed: int | None
 ) -> np.ndarray:
-    """The pixels (H, W, 3) uint8 of an RGB image; with a seed those of a random version (`augmented`)."""
+    """The resized pixels (H, W, 3) uint8 of an RGB image. If a seed is given, the image is first `augmented` by it."""
     return transform.resize(image) if seed is None else augmented(image, augmentation, seed, transform.resize)
 
 
 def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: StorageOptions, threads: int) -> list[str]:
-    """Decodes images. Returns for each why it cannot be used, or "". Raises StorageError for an outage.
+    """Decodes images. Returns for each the reason why it cannot be used, or "". Raises StorageError for an outage.
 
-    keys: their content keys, or None. threads: how many decode local files.
+    keys: the content key of each image, or None if it is unknown. threads: the number of threads for local files.
     """
 
     def reason_of(uri: str, key: str | None) -> str:
@@ -319,7 +323,10 @@ def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: Stora
 
 
 def _for_each(function: Callable[..., Any], threads: int, uris: Sequence[str], *columns: Iterable[object]) -> list[Any]:
-    """The function's values for files. Remote files get at least 8 threads, because requests mostly wait."""
+    """Calls a function for each image in threads. Returns its results in order.
+
+    Images on S3 get at least 8 threads, because requests mostly wait.
+    """
     with ThreadPoolExecutor(max(threads, 8 if any(map(is_remote_image, uris)) else 1)) as pool:
         return list(pool.map(function, uris, *columns))
 
@@ -333,11 +340,11 @@ def decode_batch(
 ) -> Values:
     """Decodes a batch with the columns key and uri, and adds two columns. Raises StorageError for an outage.
 
-    key: the expected sha256 of the file; a file that has another one counts as unreadable. None becomes the file's
-    sha256, or "" if the file cannot be read. A key of `models.config.Views` gives a random version of the image, by
-    `augmentation`. Consecutive rows of one image are decoded once.
-    pixels: (B, H, W, 3) uint8 of the transform's size; black for an image that cannot be used. reason: why it cannot be
-    used, or "".
+    key: the expected sha256 of the file. A file with another sha256 counts as unreadable. If a key is None, it becomes
+    the file's sha256, or "" if the file cannot be read. If it is a key of `models.config.Views`, the pixels are those
+    of a random version of the image, by `augmentation`. Consecutive rows of one image are decoded once.
+    New column pixels: (B, H, W, 3) uint8 of the transform's size, black for an image that cannot be used. New column
+    reason: why the image cannot be used, or "".
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
@@ -346,7 +353,7 @@ def decode_batch(
     groups = [(uri, list(rows)) for uri, rows in itertools.groupby(range(len(uris)), lambda row: uris[row])]
 
     def decode(uri: str, rows: list[int]) -> str:
-        """Writes the pixels of one image in its rows of the batch. Returns why the image cannot be used, or ""."""
+        """Writes the pixels of one image into its rows. Returns the reason why it cannot be used, or ""."""
         try:
             data = read_image_file(StoragePath(uri, options), content_key_of(keys[rows[0]]))
             digest = hashlib.sha256(data).hexdigest()

@@ -1,7 +1,7 @@
 """Reads the data set that a configuration names: its annotation files, vocabulary and content keys.
 
-`FORMATS` lists the formats of annotation files; `data.format` in `pipeline/config/sections.py` must list the same
-names. This module does not import torch: the import would take longer than all the work of `raycap check`.
+`FORMATS` lists the formats of annotation files. `data.format` in `pipeline/config/sections.py` must list the same
+names. This module does not import torch, because the import would take longer than all the work of `raycap check`.
 """
 
 from __future__ import annotations
@@ -60,30 +60,30 @@ logger = logging.getLogger(__name__)
 
 Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 _SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-MAX_TEXT_BYTES = 2**20  # of the captions of an image in a text file
+MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
 def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: of `take_snapshot`."""
+    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: reads new files."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
     return snapshot_of(dataset, config, hash_files)
 
 
 def read_data(config: RunConfig) -> Dataset:
-    """The data set without content keys, checked for training; a missing synthetic data set is written first."""
+    """The data set without content keys, checked for training. A missing synthetic data set is written first."""
     return read_dataset(config.data, data_root(config), config.storage.options)
 
 
 def data_root(config: RunConfig) -> str:
-    """The folder or s3:// prefix of the data set; a missing synthetic data set is written first."""
+    """The folder or s3:// prefix of the data set. A missing synthetic data set is written first."""
     scenes = config.data.synthetic
     if scenes is None:
         return storage_path(str(config.data.root)).uri
     digest = hashlib.sha256(json.dumps(asdict(scenes), sort_keys=True).encode()).hexdigest()[:10]
     name = f"data/synthetic-{digest}"
-    root, remote = config.working_path / name, config.home(name)  # remote: None for a local storage
+    root, remote = config.working_path / name, config.home(name)  # remote: None if the storage is local
     if remote is None or not (remote / MARKER).exists():
         if not root.is_dir():
             logger.info(f"writing the synthetic data set, {scenes.num_images} images, to {remote or root}")
@@ -98,8 +98,8 @@ def snapshot_of(
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of images that cannot be read. Updates the manifest of keys.
 
-    hash_files, listing: of `take_snapshot`. With region features, ids are the content keys, because the images need not
-    exist.
+    hash_files: reads new files. listing: known sizes and tags (`take_snapshot`). With region features, the content keys
+    are made from the image ids, because the image files need not exist.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -112,7 +112,7 @@ def snapshot_of(
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:
-    """The data set of a configuration, without captions that have no word.
+    """The data set of a configuration, without the captions in which the tokenizer finds no word.
 
     Raises UserError if a file or folder is missing or malformed, a caption is not text, an image has no caption with a
     word in it, or a split that training needs is empty.
@@ -140,7 +140,7 @@ def require_splits(dataset: Dataset, config: DataSection) -> None:
 def read_annotations(
     config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()
 ) -> tuple[Dataset, list[str]]:
-    """Every image and caption of the annotation files, and a sentence for each caption that is not valid.
+    """The data set with every image and caption, and a sentence for each caption that is not valid.
 
     Raises UserError if a file or folder is missing, or if a file does not have its format, repeats an image id or names
     a path outside of the data set's folder.
@@ -148,7 +148,7 @@ def read_annotations(
     base = storage_path(root, options)
     if not base.is_remote and not base.path.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
-    # Without `data.sources` these three keys of the section `data` describe the only source.
+    # Without `data.sources`, the keys annotations, images and split of the section `data` describe the only source.
     only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
     sources, rows = config.sources or (only_source,), Rows()
     rewarded = [each for section in sources if section.rewarded for each in _find_sources(section, config, base)]
@@ -170,10 +170,11 @@ def read_annotations(
 
 
 def _taught_captions(section: SourceSection, config: DataSection, root: StoragePath, people: pa.Table) -> pa.Table:
-    """A model's captions of training images, as a table like `people` (the rows with people's captions).
+    """A table of a model's captions for training images. people: the table of the images with people's captions.
 
-    Its rows are in the split of the source. Rows of other images are left out, because a model may caption a whole
-    folder. Rows without a caption are left out, too.
+    All rows get the split of the source. Images that are not in a rewarded split of `people` are left out, because a
+    model may caption a whole folder. Images without a caption are left out, too. Raises UserError if `people` has
+    images in the source's split.
     """
     if pc.is_in(pa.scalar(section.split), value_set=pc.unique(people["split"])).as_py():
         raise UserError(
@@ -194,7 +195,7 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
 
 
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
-    """The annotation files that a source names. Raises UserError as `read_annotations`."""
+    """The annotation files that a section of `data.sources` names. Raises UserError for missing or bad paths."""
     splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
     uri = section.images.rstrip("/") if is_remote(section.images) else inside(root, section.images, "data.images")[0]
     images = StoragePath(uri, root.options)
@@ -211,8 +212,8 @@ def _find_sources(section: SourceSection, config: DataSection, root: StoragePath
 def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
     """The vocabulary of a configuration. Raises UserError if it is empty.
 
-    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them,
-    except with subwords, which can spell any word.
+    The words of `data.extra_vocabulary`, for example names of novel objects, are added even if no caption uses them.
+    With subwords they are not added, because subwords can spell any word.
     """
     training = dataset.split(*(config.vocabulary_splits or config.rewarded_splits))
     try:
@@ -233,12 +234,16 @@ def build_vocabulary(dataset: Dataset, config: DataSection) -> Vocabulary:
 
 
 def longest_caption(dataset: Dataset, vocabulary: Vocabulary) -> int:
-    """Number of the vocabulary's tokens in the longest caption, with SOS and EOS."""
+    """The largest number of tokens in a caption of the data set, with SOS and EOS."""
     return max(map(len, map(vocabulary.tokenize, dataset.texts(vocabulary.tokenizer)))) + 2
 
 
 def add_karpathy(source: Source, data: object, rows: Rows) -> None:
-    """Adds the entries of `images`: filepath, filename, split, sentences with raw text, and cocoid or imgid."""
+    """Adds the images of a file in Karpathy's layout.
+
+    data: {"images": [...]} with filepath, filename, split, sentences with raw text, and cocoid or imgid. Raises
+    UserError for other content.
+    """
     path = source.annotations
     entries = data.get("images") if isinstance(data, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -256,7 +261,7 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
 
 
 def _joined_tokens(tokens: Any, location: str) -> str:
-    """The tokens of a caption joined with spaces. Raises UserError unless they are a list of words."""
+    """The tokens of a caption, joined with spaces. Raises UserError for anything but a list of words."""
     if tokens is None:
         raise UserError(f"{location}: a sentence has no tokens, and data.tokenizer is tokens; set it to spacy")
     text = " ".join(tokens) if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
@@ -269,7 +274,10 @@ def _joined_tokens(tokens: Any, location: str) -> str:
 
 
 def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str], Image], rows: Rows) -> None:
-    """Adds the images of a JSON file. parse: reads an entry, given its place for messages; it may raise any error."""
+    """Adds the images of a JSON file. parse: makes an Image of an entry. Its second argument names the entry in errors.
+
+    Raises UserError if `parse` fails, which means that the entry is malformed.
+    """
     for number, entry in enumerate(entries):
         location = f"{source.annotations}: images[{number}]"
         try:
@@ -285,9 +293,10 @@ def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str
 
 
 def add_coco(source: Source, data: object, rows: Rows) -> None:
-    """Adds `images` (id, file_name) with `annotations` (image_id, caption). A nocaps image's domain is its split.
+    """Adds the images of a file in COCO's layout. The domain of an image of nocaps is its split.
 
-    A file without `annotations`, as COCO's image_info_test2014.json, has images without captions.
+    data: an object with the lists images (id, file_name) and annotations (image_id, caption). If there are no
+    annotations, as in COCO's image_info_test2014.json, the images have no captions. Raises UserError for other content.
     """
     path = source.annotations
     images = data.get("images") if isinstance(data, dict) else None
@@ -303,7 +312,7 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise malformed(f"{path}: annotations[{number}]", error) from error
-    # A name like COCO's, for example captions_val2014.json, has the split as a word.
+    # COCO's annotation files have the split as a word in their names, for example captions_val2014.json.
     words = re.findall("[a-z]+", path.name.lower())
     split_of_name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
@@ -320,9 +329,9 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
 
 
 def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
-    """The name and captions of each image in or below a folder, sorted by name. Raises UserError.
+    """Yields (name, captions) of each image in or below a folder, sorted by name. Raises UserError.
 
-    The captions of dog.jpg are the lines of dog.txt.
+    The captions of dog.jpg are the lines of dog.txt. An image without a text file has no captions.
     """
     folder = source.annotations
     texts: dict[str, set[str]] = {}  # {.txt, .TXT, ...: names of the text files without this ending}
@@ -347,13 +356,13 @@ def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
         with errors_named(folder / text):
             return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
 
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # requests to S3 mostly wait
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # because requests to S3 mostly wait
         while part := list(islice(images, _FILES_PER_SLICE)):
             yield from pool.map(read, part)
 
 
 def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows: Rows) -> None:
-    """Adds the images of a folder. Their ids are hashes of their names."""
+    """Adds the images of a folder. An image's id is a hash of its name. Raises UserError if there is no image."""
     count = rows.count
     for name, captions in images:
         location = str(source.annotations / name)
@@ -368,7 +377,10 @@ def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows
 
 
 class Format(NamedTuple):
-    """How a source is opened, and how its content is added to the rows. Both raise UserError."""
+    """The functions that read a format. open: opens a source. add: adds what `open` returned to the rows.
+
+    Both functions raise UserError.
+    """
 
     open: Callable[[Source], Any]
     add: Callable[[Source, Any, Rows], None]
@@ -389,12 +401,12 @@ FORMATS = {
 
 
 def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
-    """Adds the images of annotation files to `rows`, in their order. name: a key of `FORMATS`, or "auto"."""
+    """Adds the images of annotation files to `rows`, file by file. name: a key of `FORMATS`, or "auto"."""
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(sources), _NUM_THREADS):
             part = sources[start : start + _NUM_THREADS]
             forms = {_form_by_name(source) if name == "auto" else name for source in part}
-            # Archives are opened in parallel, because on S3 their headers are many requests.
+            # Archives are opened in parallel, because reading their headers from S3 takes many requests.
             in_parallel = forms == {"webdataset"}
             opened = (pool.map if in_parallel else map)(partial(_open, name), part)
             for source in part:
@@ -404,7 +416,10 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
 
 
 def _open(name: str, source: Source) -> tuple[str, Any]:
-    """The format of an annotation file and its content. name: of the format, or "auto". Raises UserError."""
+    """The format (a key of `FORMATS`) of an annotation file, and what the format's `open` returned.
+
+    name: the configured format, or "auto". Raises UserError if the format is unknown, or lacks tokens that are needed.
+    """
     form = _form_by_name(source) if name == "auto" else name
     data = FORMATS[form or "coco"].open(source)
     if form is None:
@@ -424,7 +439,7 @@ def _open(name: str, source: Source) -> tuple[str, Any]:
 
 
 def _form_by_name(source: Source) -> str | None:
-    """The format that the name of an annotation file shows; None for JSON, whose content shows it."""
+    """The format of an annotation file by its name. None for JSON, because only its content shows the format."""
     path, name = source.annotations, source.annotations_name
     if path.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
         return "table"

@@ -1,6 +1,6 @@
-"""Finds the form of the data set in a folder, annotation file or prefix on S3, and the keys that read it.
+"""Finds out the form of a data set in a folder, annotation file or prefix on S3, and the configuration's keys for it.
 
-File names suggest candidates. Each is read with the keys that a configuration would have, until one succeeds.
+File names suggest candidates. Each candidate is read as a configuration would read it, until one can be read.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 
 MAX_SOURCES = 50  # annotation files that are listed one by one
-MAX_GROUPS = 20  # of annotation files with the same ending that are tried
-MAX_HEADER_BYTES = 2**20  # of the first line of a table
+MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
+MAX_HEADER_BYTES = 2**20  # limit of the first line of a table
 SPLIT_WORDS = {"train": "train", "training": "train", "test": "test"}
 SPLIT_WORDS |= dict.fromkeys(("val", "validation", "valid", "dev"), "val")
-# names of columns beside those of `pipeline.data.formats.source.COLUMNS`
+# names of columns that are tried after those of `pipeline.data.formats.source.COLUMNS`
 OTHER_COLUMNS = {
     "image": ("img", "jpg", "png", "filename", "filepath", "file", "path", "image_path", "image_name", "image_file"),
     "captions": ("sentences", "sentence", "description", "title", "comment", "alt_text", "alt", "prompt", "txt", "raw"),
 }
-MAX_LISTED = 2_000_000  # files of a folder
-MAX_FOLDERS = 20  # that are tried as the images' folder
-NUM_TRIED = 20  # images that are looked for in such a folder
+MAX_LISTED = 2_000_000  # files of a folder that are looked at
+MAX_FOLDERS = 20  # folders that are tried as the images' folder
+NUM_TRIED = 20  # images that are looked for in each of these folders
 FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
-WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # of images that are not in the test split
+WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # fractions of the other images if some are for test
 
 
 PARQUET_WITH_IMAGES = "Parquet with images"
 
 
 class Candidate(NamedTuple):
-    """Files that may be one data set. form: JSON, table, tars or text. files: annotations, or images with a text."""
+    """Files that may be one data set. form: JSON, table, tars or text. files: annotation files, or images for text."""
 
     form: str
     files: tuple[str, ...]
@@ -60,14 +60,14 @@ def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
     """The candidates among these files, the likeliest first."""
     documents = [name for name in names if name.endswith((".json", ".json.gz"))]
     for group in _groups(documents):
-        # A data set may also have JSON files that are no annotations.
+        # Several JSON files are only tried under usual names, because some of them may not be annotations.
         has_usual_name = re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1])
         if len(documents) == 1 or has_usual_name:
             yield Candidate("JSON", group)
     for ending in TABLE_ENDINGS:
         for group in _groups([name for name in names if name.endswith((ending, f"{ending}.gz"))]):
             yield Candidate("table", group)
-    for endings in ((".tar",), (".tar.gz", ".tgz")):  # the reader refuses compressed ones with a remedy
+    for endings in ((".tar",), (".tar.gz", ".tgz")):  # compressed ones for the reader's error, which names the remedy
         for group in _groups([name for name in names if name.endswith(endings)]):
             yield Candidate("tars", group)
     stems = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
@@ -76,7 +76,7 @@ def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
 
 
 def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> tuple[str, Values]:
-    """The form of a candidate in words, and the keys of the section `data` that read it.
+    """The form of a candidate in words, and the keys of the section `data` with which it can be read.
 
     names: all files below `root`. Raises UserError for files that cannot be read.
     """
@@ -102,15 +102,15 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
 
 
 def split_of(name: str) -> str | None:
-    """The split that a path names, such as data/train-0001.parquet; by its last word if there are several."""
+    """The split that a path such as data/train-0001.parquet names, or None. If there are several, the last one."""
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
     return SPLIT_WORDS[words[-1]] if words else None
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """At most MAX_GROUPS groups of annotation files that may be one data set. The highest folders come first.
+    """Groups of annotation files that may be one data set, at most MAX_GROUPS. The highest folders come first.
 
-    A group has the files at one depth whose first word that is no split is the same.
+    The files of a group are equally deep in the folders, and their names have the same first word, apart from splits.
     """
     groups: dict[tuple[int, str], list[str]] = {}
     for name in names:
@@ -122,10 +122,10 @@ def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
-    """The keys for images with text. texts: these images.
+    """The keys for images with text files beside them. texts: these images. names: all files.
 
-    If folders are named by splits, each is a source. Else the folder of all is read. If it also has folders without any
-    text, the others are listed as sources.
+    If the folders have the names of splits, each folder is a source. Otherwise the folder above them is read. If that
+    folder also has folders without any text, the folders with text are listed as sources instead.
     """
     parents = {name.rpartition("/")[0] for name in texts}
     top = os.path.commonpath(parents) if all(parents) else ""
@@ -144,7 +144,7 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
 
 
 def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
-    """The keys for annotation files: one file or pattern, or a source for each split in their names."""
+    """The keys for annotation files: one file or pattern, or sources with the splits that the file names contain."""
     by_split: dict[str | None, list[str]] = {}
     for name in files:
         by_split.setdefault(split_of(name), []).append(name)
@@ -156,9 +156,9 @@ def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
 
 
 def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
-    """One pattern that matches these files and none of the other names, or else the files themselves.
+    """One pattern that matches these files and no other names. If there is no such pattern, the files themselves.
 
-    Raises UserError for more than MAX_SOURCES files without such a pattern.
+    Raises UserError if more than MAX_SOURCES files have no pattern.
     """
     if len(files) == 1:
         return list(files)
@@ -177,7 +177,7 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
-    """The columns of a table, and those of them that have images in a Parquet file. Raises UserError."""
+    """The columns of a table, and the columns that contain images, which only Parquet has. Raises UserError."""
     title = f"annotation file {path}"
     with opened(path) as file:
         if path.name.endswith(".parquet"):
@@ -199,7 +199,7 @@ def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Survey:
-    """A data set that has been read. keys: those of the section `data`, without root."""
+    """A data set that has been read. form: in words. keys: those of the section `data`, without root."""
 
     form: str
     root: StoragePath
@@ -208,7 +208,7 @@ class Survey:
 
 
 def survey(place: str) -> Survey:
-    """The data set in a folder, at a prefix on S3, or of one annotation file. Raises UserError if there is none."""
+    """Reads the data set in a folder, below a prefix or of an annotation file. Raises UserError if there is none."""
     path = storage_path(place)
     path.require_answer()
     if not path.is_remote and not path.path.exists():
@@ -236,9 +236,9 @@ def survey(place: str) -> Survey:
 
 
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
-    """Reads a candidate, with splits that training needs. Raises UserError if it is no data set."""
+    """Reads a candidate, and divides it into the splits that training needs. Raises UserError if it is no data set."""
     form, keys = read_names(root, candidate, names)
-    if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # annotations that name image files
+    if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # they name image files
         keys = _with_images_folder(root, keys, names)
     dataset, problems = _rows(root, keys)
     if problems:
@@ -257,7 +257,7 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
 
 
 def _remedy_without_captions(root: StoragePath, candidate: Candidate, keys: Values) -> str:
-    """What to do if no image has a caption. If a table has no known column for captions, its columns are named."""
+    """The remedy if no image has a caption. If a table has no known column for captions, its columns are named."""
     columns = _columns_of(root / candidate.files[0])[0] if candidate.form == "table" else []
     is_known = "captions" in keys.get("columns", {}) or not set(COLUMNS["captions"]).isdisjoint(columns)
     if is_known or not columns:
@@ -266,7 +266,7 @@ def _remedy_without_captions(root: StoragePath, candidate: Candidate, keys: Valu
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
-    """What `read_annotations` returns for a configuration with these keys."""
+    """The result of `read_annotations` for a section `data` with these keys. Raises UserError."""
     try:
         section = DataSection(root=root.uri, **keys)
     except ValidationError as error:
@@ -276,7 +276,10 @@ def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
 
 
 def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -> Values:
-    """The keys with `images` for each source: the folder in which most of its first images are."""
+    """The keys with `images` added to each source: the folder that contains most of the source's first images.
+
+    Raises UserError if no folder contains any.
+    """
     known = set(names)
     folders = [name.rpartition("/")[0] for name in names if is_image(name)]
     tops = [folder.partition("/")[0] for folder in folders]
@@ -294,7 +297,7 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
             for folder in dict.fromkeys([".", own or ".", *frequent])
         }
         best = max(counts, key=counts.__getitem__)
-        if images and images[0].startswith(("http:/", "https:/")):  # the reader makes one slash of two
+        if images and images[0].startswith(("http:/", "https:/")):  # one slash, because the reader reduces // to /
             problem = f"{annotations} names images on the web such as {shown(images[0])}"
             raise UserError(f"{problem}; download them into its folder, and replace the addresses by their file names")
         if not counts[best]:
@@ -306,7 +309,10 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
 
 
 def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
-    """The keys that name the splits, and divide the images where validation has none. Raises UserError."""
+    """The keys that name the splits. If no image is for validation, the keys also divide the images.
+
+    Raises UserError if no image is for training, or if the images are too few to be divided.
+    """
     splits = Counter(dataset.split_sizes())
     known = {split: SPLIT_WORDS.get(split.lower()) for split in splits}
     train = [split for split, word in known.items() if word == "train" or split == "restval"]
@@ -329,9 +335,9 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
 
 
 def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
-    """The keys that divide the images without a split. Raises UserError if a split of `fractions` gets none."""
+    """The keys that divide the images by `fractions`. Raises UserError if one of these splits would have no image."""
     divided: Values = {}
-    if "sources" in keys:  # those without a split are divided
+    if "sources" in keys:  # without the key split, a source's images are divided
         divided["sources"] = [
             {key: value for key, value in source.items() if (key, value) != ("split", "train")}
             for source in keys["sources"]

@@ -16,17 +16,17 @@ from raycap.pipeline.data.language.tokenizers import SUBWORD, TOKENIZERS
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_regular_file
 
-MAX_BYTES = 2**24  # of a file; the published vocabulary of 10,000 words has 0.14 MB
+MAX_BYTES = 2**24  # limit of a file; the published vocabulary of 10,000 words has 0.14 MB
 PAD, SOS, EOS, UNK = "PAD", "SOS", "EOS", "UNK"
 SPECIALS = (PAD, SOS, EOS, UNK)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The words, whose positions are their ids, and the name of their tokenizer. PAD, SOS, EOS and UNK are words.
+    """The words of a model, with their ids and tokenizer.
 
-    subwords: the model whose pieces are the words, if the tokenizer is `subword`; else None. Raises ValueError for
-    values that do not fit each other.
+    words: all words, with PAD, SOS, EOS and UNK. The position of a word is its id. subwords: the model whose pieces are
+    the words. None unless the tokenizer is `subword`. Raises ValueError if the values do not fit each other.
     """
 
     words: tuple[str, ...]
@@ -51,17 +51,17 @@ class Vocabulary:
         if self.subwords is not None and not ids.keys() >= set(self.subwords.pieces):
             raise ValueError("the vocabulary lacks pieces of its subword model; it must hold all of them")
         for name, value in {"ids": ids, "pad": ids[PAD], "sos": ids[SOS], "eos": ids[EOS]}.items():
-            object.__setattr__(self, name, value)  # the class is frozen
+            object.__setattr__(self, name, value)  # because the class is frozen
 
     def __len__(self) -> int:
         return len(self.words)
 
     @classmethod
     def build(cls, captions: Iterable[Sequence[str]], min_count: int, tokenizer: str = "expansionnet") -> Vocabulary:
-        """The words that captions use `min_count` times or more, and the special tokens.
+        """The vocabulary of the words that occur `min_count` times or more, and the special tokens.
 
-        captions: the words of each. The vocabulary is sorted by code point, as in the published code. Raises ValueError
-        if no word remains.
+        captions: the words of each caption. The vocabulary is sorted by code point, as in the published code. Raises
+        ValueError if no word is frequent enough.
         """
         counts = Counter(itertools.chain.from_iterable(captions))
         words = {word for word, count in counts.items() if count >= min_count}
@@ -72,7 +72,7 @@ class Vocabulary:
 
     @classmethod
     def train_subwords(cls, captions: Iterable[str], size: int, min_count: int) -> Vocabulary:
-        """The vocabulary of a subword model of raw captions, with at most `size` words, special tokens included.
+        """Trains a subword model on raw captions. Its vocabulary has at most `size` words, with the special tokens.
 
         Raises ValueError for a size below 260, the number of bytes and special tokens.
         """
@@ -80,34 +80,37 @@ class Vocabulary:
         return cls(tuple(sorted({*subwords.pieces, *SPECIALS})), SUBWORD, subwords)
 
     def tokenize(self, caption: str) -> list[str]:
-        """Tokens of a raw caption, by this vocabulary's tokenizer."""
+        """The tokens of a raw caption."""
         return TOKENIZERS[self.tokenizer].split(caption) if self.subwords is None else self.subwords.split(caption)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
-        """The ids of SOS, the tokens and EOS. A token outside of the vocabulary gets the id of UNK."""
+        """The ids of SOS, the tokens and EOS. A token that is not in the vocabulary gets the id of UNK."""
         return [self.sos, *(self.ids.get(token, self.ids[UNK]) for token in tokens), self.eos]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The caption's text up to the first EOS, without PAD and SOS."""
+        """The text of a caption from its ids up to the first EOS, without PAD and SOS."""
         caption = itertools.takewhile(lambda index: index != self.eos, ids)
         return "".join(self._parts([self.words[index] for index in caption if index not in (self.sos, self.pad)]))
 
     def tokens_of(self, caption: str) -> list[str]:
-        """The tokens of a caption that `decode` made. If they are parts of words, `decode` may have had others."""
+        """The tokens of a caption that `decode` made.
+
+        If tokens are parts of words, these may differ from the tokens that were decoded.
+        """
         return self.tokenize(caption) if self.tokenizer in PARTS_OF_WORDS else caption.split()
 
     def parts(self, caption: str) -> list[str]:
-        """The caption that `decode` made, cut into the texts of its tokens. A text begins with the space before it."""
+        """The text of each token in a caption that `decode` made, with the space before it."""
         return self._parts(self.tokens_of(caption))
 
     def _parts(self, tokens: list[str]) -> list[str]:
-        """The texts that tokens add to a caption."""
+        """The text of each token in a caption, with the space before it."""
         return TOKENIZERS[self.tokenizer].parts(tokens) if self.subwords is None else self.subwords.parts(tokens)
 
     def to_json(self) -> str:
-        """The text of vocabulary.json, which `load` reads."""
+        """The content of vocabulary.json, which `load` reads."""
         content: Values = {"tokenizer": self.tokenizer, "words": self.words}
-        if self.subwords is not None:  # a piece contains no space
+        if self.subwords is not None:  # a space can divide the two pieces, because pieces contain none
             content["merges"] = [" ".join(pair) for pair in self.subwords.merges]
         return json.dumps(content, ensure_ascii=False, indent=0)
 
@@ -116,7 +119,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
-        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError without a file."""
+        """The vocabulary in a file that `save` wrote. Raises ValueError for other content, OSError if it is missing."""
         data = parse_json(read_regular_file(path, MAX_BYTES), str(path))
         words = data.get("words") if isinstance(data, dict) else None
         tokenizer = data.get("tokenizer", "expansionnet") if isinstance(data, dict) else None

@@ -1,4 +1,4 @@
-"""Word vectors from a text file in GloVe's format: a line holds a word and its numbers, separated by spaces."""
+"""Word vectors from a text file in GloVe's format: each line has a word and its numbers, separated by spaces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raycap.pipeline.storage.untrusted.documents import open_regular_file
 
 MAX_LISTED = 8  # a message names at most this many of the words without a vector
 MAX_LINE_BYTES = 2**20  # a line with 300 numbers has 3 kB
-MAX_DIGITS = 18  # of the whole numbers in word2vec's first line
+MAX_DIGITS = 18  # longest whole number in word2vec's first line
 
 
 def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The words' vectors (len(words), width) float32, and whether the file has each word (len(words),) bool.
+    """The words' vectors (len(words), width) float32, and (len(words),) bool, true for words that the file has.
 
-    A word that the file lacks has a vector of zeros. Of a word that occurs twice, the first line counts. The file may
-    be larger than memory. Raises UserError if it cannot be read, has vectors of another width, or none of the words.
+    A word that the file lacks has a vector of zeros. If a word occurs twice, its first line counts. The file may be
+    larger than memory. Raises UserError if it cannot be read, has vectors of another width, or has none of the words.
     """
     rows = {word.encode(): row for row, word in enumerate(words)}
     vectors = np.zeros((len(words), width), np.float32)
@@ -34,7 +34,7 @@ def read_word_vectors(path: Path, words: Sequence[str], width: int) -> tuple[np.
         if row is None or given[row]:
             continue
         numbers = rest.split()
-        if len(numbers) <= width:  # a longer line is the entry of a phrase, and `word` is only its first word
+        if len(numbers) <= width:  # a longer line is skipped, because `word` is only the first word of a phrase
             vectors[row] = _parse(path, number, numbers, width)
             given[row] = True
     if not given.any():
@@ -49,7 +49,7 @@ def check_word_vectors(path: Path, width: int) -> None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file. Raises UserError if it cannot be read or has too long a line."""
+    """The lines of a file. Raises UserError if it cannot be read or has a line of MAX_LINE_BYTES."""
     try:
         with open_regular_file(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
@@ -61,7 +61,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _is_header(path: Path, parts: Sequence[bytes], width: int) -> bool:
-    """True if the first line is that of word2vec, with the number of words and the width.
+    """True if the first line is a header as in word2vec: number of words, and width. parts: the words of the line.
 
     Raises UserError if the line shows another width.
     """
@@ -88,7 +88,7 @@ def _parse(path: Path, line: int, numbers: Sequence[bytes], width: int) -> np.nd
 
 
 def describe_missing(words: Sequence[str], given: np.ndarray) -> str:
-    """How many words have a vector, and which lack one. Special tokens do not count, because none has a vector."""
+    """How many words have a vector, and which lack one, for the log. Special tokens never have one and do not count."""
     missing = [word for word, has_vector in zip(words, given, strict=True) if not has_vector and word not in SPECIALS]
     listed = f"; drawn at random: {shorten(missing, MAX_LISTED)}" if missing else ""
     return f"{int(given.sum()):,} of {len(words) - len(SPECIALS):,} words have a given vector{listed}"

@@ -3,8 +3,8 @@
 CPU tasks read, decode and resize the images. A pool of actors with the backbone computes features and writes shards.
 Actors return only keys and reasons, so that features never enter Ray's object store.
 
-For few images, the tasks that decode also run the backbone. Ray keeps the process of a task for the next extraction, so
-that torch need not be imported again. The process of an actor would end with the actor.
+For few images, there are no actors: the tasks that decode also run the backbone. Ray reuses the process of a task for
+the next extraction, so that torch is imported only once. The process of an actor would end with the actor.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
-# One malloc arena per actor saves memory. It must be set before the actor starts, because Ray's threads create arenas.
+# One malloc arena per actor saves memory. The variable must be set before the actor starts, because Ray's threads
+# create arenas.
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
-CALLS_PER_ACTOR = 2  # batches that an actor has at a time: it computes one while it writes the other
-MIN_BLOCKS = 8  # of rows, into which few images are divided to be decoded in parallel
-# Starts Ray. The context's value must be called whenever features of more images are stored, because it ends a stall.
+CALLS_PER_ACTOR = 2  # batches per actor at a time, because an actor computes one while it writes another
+MIN_BLOCKS = 8  # blocks into which even few images are divided, to be decoded in parallel
+# A function that starts Ray and returns a context. The context's value is a function to call whenever more features are
+# stored, so that the extraction does not count as stalled.
 StartRay = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
@@ -69,7 +71,7 @@ class Extracted(NamedTuple):
     missing: dict[str, str]
 
     def require_enough(self, num_images: int, config: RunConfig) -> None:
-        """Raises UserError when more than `data.max_bad_fraction` of the images have no features."""
+        """Raises UserError if more than `data.max_bad_fraction` of the images have no features."""
         if len(self.missing) > config.data.max_bad_fraction * num_images:
             reason = next(iter(self.missing.values()))
             raise UserError(
@@ -88,8 +90,8 @@ def extract_features(
 ) -> Extracted:
     """Adds the features of the data set's images that the store lacks.
 
-    weights: the file of the backbone's weights; None for region features. start_ray, unreadable: see `extract`.
-    transform: if given, the one that a bundle records, used in place of the backbone's.
+    weights: the file of the backbone's weights, or None for region features. unreadable: {URI: reason} of images
+    without a content key. transform: the transform that a bundle records, or None for the backbone's.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
@@ -103,9 +105,9 @@ def hash_and_extract(
 ) -> HashFiles:
     """Returns the function that reads and hashes new files for `find_data`.
 
-    An extraction on Ray reads them if they are many, else threads. Threads always read them with `features.views`,
-    because the key of a view contains the content key. weights: returns the file of the backbone's weights; it and
-    start_ray (see `extract`) are only called for an extraction. transform: see `extract_features`.
+    Many files are read by an extraction on Ray, and few files by threads. With `features.views`, threads read all
+    files, because a view can only be computed when its content key is known. weights: returns the file of the
+    backbone's weights. weights and start_ray are only called for an extraction. transform: see `extract_features`.
     """
 
     def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
@@ -128,10 +130,10 @@ def _extractor(
 
 
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
-    """The rows of an extraction: the images, and with `features.views` the views of training images.
+    """The rows of an extraction. With `features.views`, a training image is replaced by its views.
 
-    A training split that is also validated or tested on has rows of both kinds. With views, the result has only the
-    columns key and uri.
+    If a training split is also validated or tested on, its images stay beside the views. With views, the result has
+    only the columns key and uri.
     """
     views = config.features.training_views
     if views is None:
@@ -149,7 +151,7 @@ def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
 
 
 def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -> str:
-    """The source of the features in words. num_tokens: N of the features. num_parameters: those of the backbone."""
+    """The source of the features in words. num_tokens: N of the features. num_parameters: of the backbone."""
     if not config.has_backbone:
         return f"regions of {config.features.hdf5}, at most {num_tokens}"
     backbone = config.backbone
@@ -158,9 +160,9 @@ def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -
 
 @dataclass(frozen=True)
 class Extractor:
-    """What determines features: the backbone, the file with its weights, and the numeric settings.
+    """Everything that determines features: the backbone, the file with its weights, and the numeric settings.
 
-    `settings.compute_dtype` must not be `auto` when features are described or computed (`extraction_precision`).
+    `settings.compute_dtype` must not be `auto`, but a result of `extraction_precision`.
     """
 
     backbone: BackboneConfig
@@ -168,11 +170,11 @@ class Extractor:
     settings: FeatureSection
     max_pixels: int
     options: StorageOptions = StorageOptions()
-    recorded: ImageTransform | None = None  # in a bundle; another timm may have other statistics
+    recorded: ImageTransform | None = None  # from a bundle, because another version of timm may have other statistics
 
     @property
     def transform(self) -> ImageTransform:
-        """The transform of the backbone's images. Reading it imports torch, so that decoding tasks get the value."""
+        """The transform of the images. Decoding tasks get the value, because reading this property imports torch."""
         if self.recorded is not None:
             return self.recorded
         from raycap.models.encoders.backbone import image_transform
@@ -180,7 +182,7 @@ class Extractor:
         return image_transform(self.backbone)
 
     def describe(self) -> Values:
-        """Everything that changes a feature."""
+        """Everything that changes a feature, as JSON values. The store's name is a hash of this."""
         return {
             "backbone": self.backbone.feature_settings(*NOT_A_SIZE),
             "weights": weights_file_digest(self.weights),
@@ -191,7 +193,7 @@ class Extractor:
 
 
 class Plan(NamedTuple):
-    """The images of an extraction."""
+    """The images that an extraction has to compute, and those that it need not try again."""
 
     num_images: int  # distinct images in the data set
     missing: pa.Table  # the columns key and uri of the images to compute; every key occurs once
@@ -199,7 +201,7 @@ class Plan(NamedTuple):
 
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
-    """The images of a data set (with content keys) that a store lacks."""
+    """Finds the images of a data set that a store lacks. dataset: with content keys or keys of views."""
     quarantined = {
         row["key"]: row["reason"]
         for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
@@ -226,9 +228,9 @@ def extract(
 ) -> tuple[StoragePath, dict[str, str]]:
     """Computes the features that the store lacks. The data set's keys may be those of views.
 
-    Identical images are computed once. Returns the store's folder, and {content key: reason} of images that cannot be
-    decoded. unreadable: {URI: reason} of images without a content key. `quarantine.parquet` lists the images of both.
-    `start_ray` is only called if an image is missing.
+    features: the folder of all stores. unreadable: {URI: reason} of images without a content key. Returns the store's
+    folder, and {content key: reason} of images that cannot be used. `quarantine.parquet` lists both kinds of images.
+    Identical images are computed once. `start_ray` is only called if the features of an image are missing.
     """
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
@@ -262,7 +264,7 @@ def hashing_extraction(
     """Reads and hashes new files (see `HashFiles`), and stores the features of their images.
 
     Each file is read once, on the cluster. An image that cannot be decoded gets a content key and no features. The
-    extraction that follows lists it in the quarantine. features, start_ray: see `extract`.
+    next call of `extract` lists this image in the quarantine. features: the folder of all stores.
     """
     folder = storage_path(features) / feature_key(extractor.describe())
     known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))
@@ -284,22 +286,22 @@ def compute(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`); further columns are kept. known: the sorted
-    numbers (`_key_numbers`) of stored images, which are not computed again; needed only if rows have no keys. Yields
-    the rows with the column reason as shards are finished. The reason is "" for an image whose features are stored.
+    images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the sorted
+    numbers (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
+    Yields the rows of each finished shard with a column reason, which is "" for an image whose features are stored.
     """
     import ray
     import ray.data
     from ray.data import DataContext
 
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised, too
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # no log, because its errors are raised anyway
     repeat_interrupted_tasks()
-    DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller ends a stall
+    DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller watches for stalls
     settings = extractor.settings
     arguments = {"folder": folder, "extractor": extractor}
     if known is not None and len(known):
         arguments["known"] = ray.put(known)
-    if folder.is_remote:  # workers on other machines cannot read the driver's file
+    if folder.is_remote:  # because workers on other machines cannot read this machine's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = len(images) <= settings.max_images_for_tasks and not settings.gpus_per_actor
     # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
@@ -307,16 +309,16 @@ def compute(
     if not uses_tasks:
         block_rows = max(1, min(block_rows, math.ceil(len(images) / MIN_BLOCKS)))
     starts = range(0, len(images), block_rows)
-    # `from_arrow` runs a task for each block
+    # `from_arrow` would be slower, because it runs a task for each block.
     source = ray.data.from_blocks([images.slice(start, block_rows).combine_chunks() for start in starts])
     with one_sentence("the extraction"):
         yield from _computed(source, extractor, arguments, uses_tasks).iter_batches(batch_size=None)
 
 
 def _computed(source: Any, extractor: Extractor, arguments: Values, uses_tasks: bool) -> Any:
-    """The Ray data set of the rows that `ShardWriter` returns. source: a Ray data set of images without pixels.
+    """The Ray data set of the rows that `ShardWriter` returns.
 
-    arguments: those of `ShardWriter`.
+    source: a Ray data set with the columns key and uri. arguments: those of `ShardWriter`.
     """
     from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
@@ -336,7 +338,7 @@ def _computed(source: Any, extractor: Extractor, arguments: Values, uses_tasks: 
         ShardWriter,
         fn_constructor_kwargs=arguments,
         batch_size=settings.rows_per_shard,
-        # An actor writes one shard while its computing thread has the next one.
+        # Two calls run in an actor at a time, so that it writes one shard while it computes the next.
         compute=ActorPoolStrategy(
             min_size=settings.least_actors,
             max_size=settings.most_actors,
@@ -359,20 +361,20 @@ def _decode_and_compute(batch: dict[str, np.ndarray], decoding: Values, **argume
 
 @lru_cache(maxsize=1)
 def _writer(**arguments: Any) -> ShardWriter:
-    """The process's writer, which all tasks of an extraction share."""
+    """The writer of this process, which is cached, so that the tasks of an extraction load the backbone once."""
     return ShardWriter(**arguments)
 
 
 class ShardWriter:
     """Computes the features of a batch of images and writes them as one shard. Each process has one writer.
 
-    Several threads may call it. One thread computes for all of them, while the others hash and write their shards.
+    Several threads may call a writer. One more thread computes for all of them, while they hash and write their shards.
     """
 
     def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
-        """weights: a reference to the bytes of `extractor.weights` in Ray's object store; None for a local file.
+        """weights: a reference to the bytes of `extractor.weights` in Ray's object store. If None, the file is read.
 
-        known: a reference to the `known` of `compute`, or None.
+        known: a reference to the array `known` of `compute`, or None.
         """
         import ray
 
@@ -391,18 +393,19 @@ class ShardWriter:
         self.known = None if known is None else ray.get(known)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Takes the columns of `decode_batch`, and returns them without the pixels.
+        """Writes the shard of a batch of `decode_batch`. Returns the batch without the pixels.
 
-        Images whose features are not finite have a reason afterwards.
+        In the result, images whose features are not finite have a reason.
         """
         reasons = batch["reason"].astype(object)
         is_wanted = reasons == ""
         if self.known is not None:
-            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])  # a file without a key has a reason
+            # A file without a key gets the number 0, which does not matter, because its reason excludes it already.
+            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])
             is_wanted &= np.searchsorted(self.known, numbers, "right") == np.searchsorted(self.known, numbers, "left")
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
-        if keys and not has_shard(self.folder, keys):  # a repeated task may have written the shard before it died
+        if keys and not has_shard(self.folder, keys):  # an earlier attempt may have written the shard
             features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()
             reasons[decoded[~finite]] = f"its features are not finite in {self.settings.stored_dtype}"
             if finite.any():
@@ -411,7 +414,7 @@ class ShardWriter:
         return {name: column for name, column in batch.items() if name != "pixels"} | {"reason": reasons.astype(str)}
 
     def features(self, pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype; and (B,) True where all are finite."""
+        """Features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype, and (B,) True where all are finite."""
         import torch
 
         computed = self.computer.batches(

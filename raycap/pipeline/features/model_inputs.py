@@ -1,6 +1,6 @@
 """Model inputs: stored features of images, their pixels, or features that a frozen backbone computes from pixels.
 
-Extraction and stages that compute features at each step use the same computation.
+`FeatureComputer` serves extractions and stages that compute features at each step, so that both get equal features.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from raycap.pipeline.storage.s3 import StorageOptions
 from raycap.pipeline.storage.weights import load_weights
 
 T = TypeVar("T")
-NUM_REMOTE_THREADS = 8  # threads per worker; they mostly wait for requests
+NUM_REMOTE_THREADS = 8  # threads per worker, which mostly wait for requests
 
 
 class FeatureComputer:
@@ -54,7 +54,7 @@ class FeatureComputer:
         device: torch.device,
         data: bytes | None = None,
     ) -> None:
-        """weights, data: see `load_weights`. settings: with a concrete `compute_dtype` (`extraction_precision`)."""
+        """weights: the file. data: its content if it was read before. settings: `compute_dtype` is not auto."""
         self.settings, self.device, self.transform = settings, device, image_transform(backbone)
         self.dtype, self.stored = getattr(torch, settings.compute_dtype), getattr(torch, settings.stored_dtype)
         module = Backbone(backbone, with_weights=False)
@@ -62,15 +62,15 @@ class FeatureComputer:
         self.backbone: Callable[[Tensor], Tensor] = module.eval().to(device)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Features (B, N, C) in the stored dtype, on the device, of pixels (B, H, W, 3) uint8."""
+        """The features (B, N, C) of pixels (B, H, W, 3) uint8, in the stored dtype, on the device."""
         return torch.cat(self.batches(pixels, lambda features: features))
 
     def batches(self, pixels: Tensor, take: Callable[[Tensor], T]) -> list[T]:
-        """Computes features in batches of `settings.batch_size` images. Returns what `take` makes of each batch.
+        """Computes features in batches of `settings.batch_size` images. Returns the result of `take` for each batch.
 
-        pixels: (B, H, W, 3) uint8. `take` gets features (b, N, C) in the stored dtype, on the device; values too large
-        for this dtype are infinite. Black images fill up the last batch, because torch selects its kernels by the batch
-        size, and an image must have the same features in every batch.
+        pixels: (B, H, W, 3) uint8. take: called with features (b, N, C) in the stored dtype, on the device. Values too
+        large for this dtype are infinite. The last batch is padded with black images, because torch selects its kernels
+        by the batch size, and an image must have the same features in every batch.
         """
         size, taken = self.settings.batch_size, []
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -100,12 +100,12 @@ class Images:
     ) -> None:
         """source: the store of the features, or the transform of the pixels. Raises DamagedError for a missing feature.
 
-        threads: how many read and decode; images on S3 get at least NUM_REMOTE_THREADS. views: those of training
-        images; a seed selects one that the store has, or makes a new one from the image file.
+        threads: the number that read and decode, at least NUM_REMOTE_THREADS if images are on S3. views: if given, a
+        seed selects a stored view of an image, or makes a new view from the image file.
         """
         self.table, self.cache, self.views = dataset.table, cache, views
         self.image_ids = dataset.table["image_id"].to_numpy()
-        self.as_stored = False  # True: image files give the views that a store would have, in place of new ones
+        self.as_stored = False  # True: image files give the views that a store would have, and no new views
         self.max_pixels, self.options = max_pixels, options
         self.store = source if isinstance(source, FeatureStore) else None
         self.transform = source if isinstance(source, ImageTransform) else None
@@ -122,15 +122,15 @@ class Images:
         return len(self.image_ids)
 
     def uri(self, row: int) -> str:
-        """Where an image is: the text of an `ImageLocation`."""
+        """The URI of an image: the text of an `ImageLocation`."""
         return str(self.table["uri"][int(row)].as_py())
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:
-        """The inputs of these rows as they are stored; `on_device` converts them to model inputs.
+        """The stored features or the pixels of these rows. `on_device` converts them to model inputs.
 
-        seeds: (len(rows),) uint64; each selects a view of a training image. From a store, the tokens are features
-        (len(rows), N, C) in the stored dtype; regions also have lengths and boxes. From image files, the tokens are
-        resized pixels (len(rows), H, W, 3) uint8.
+        seeds: (len(rows),) uint64, each of which selects a view of a training image. From a store, the tokens are
+        features (len(rows), N, C) in the stored dtype, and regions also have lengths and boxes. From image files, the
+        tokens are resized pixels (len(rows), H, W, 3) uint8.
         """
         if self.store is None:
             pixels = self.pool.map(self._pixels, rows, [None] * len(rows) if seeds is None else seeds.tolist())
@@ -142,7 +142,7 @@ class Images:
         return Features(tokens, *(None if values is None else torch.from_numpy(values) for values in regions))
 
     def _pixels(self, row: int, seed: int | None) -> Tensor:
-        """The pixels (H, W, 3) uint8 of one image."""
+        """The pixels (H, W, 3) uint8 of one image, or of the view that the seed selects."""
         assert self.transform is not None
         key = self.table["key"][int(row)].as_py()
         data = read_image_file(StoragePath(self.uri(row), self.options), key, self.cache)
@@ -158,9 +158,10 @@ class Images:
 def model_inputs(
     config: RunConfig, part: Dataset, store: FeatureStore | None, views: Views | None = None, *, as_stored: bool = False
 ) -> Images:
-    """The model inputs of some images of a run: stored features, or pixels when `store` is None.
+    """The model inputs of some images of a run: stored features, or pixels if `store` is None.
 
-    views: those of training images; None for the images as they are. as_stored: see `Images`.
+    views: of training images. If it is None, the images are not augmented. as_stored: whether pixels are those of the
+    views that a store would have, instead of new views.
     """
     source = image_transform(config.backbone) if store is None else store
     options, threads = config.storage.options, config.workers.num_decode_threads
@@ -176,11 +177,11 @@ def on_device(
     dtype: torch.dtype = torch.float32,
     transform: ImageTransform | None = None,
 ) -> Features:
-    """The inputs of `Images.load` as model inputs of type `dtype` on `device`.
+    """Converts the result of `Images.load` to model inputs of type `dtype` on `device`.
 
-    The inputs are copied first and converted on the device, because float16 features have half the bytes of float32,
-    and pixels a quarter. From pinned memory the copy does not wait for the device. Pixels become normalized images
-    (B, 3, H, W), for which `transform` must be given.
+    The tensors are copied first and converted on the device, because float16 features have half the bytes of float32,
+    and pixels a quarter. From pinned memory, the copy does not block. Pixels become normalized images (B, 3, H, W), for
+    which `transform` must be given.
     """
     moved = map_tensors(features, lambda tensor: tensor.to(device, non_blocking=True))
     tokens = moved.tokens

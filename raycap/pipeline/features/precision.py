@@ -1,4 +1,4 @@
-"""The precision that `auto` means, for features and for captions: measured once on Ray, and kept in the storage."""
+"""Chooses the precision if it is `auto`, for features and for captions: measures once on Ray, and stores the result."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# keys of a backbone that change no feature's time
+# keys of a backbone that do not change how long its features take
 NOT_A_SIZE = ("weights", "drop_path", "gradient_checkpointing", "transform")
-# keys of a model that change no search's time
+# keys of a model that do not change how long a search for captions takes
 NOT_A_SEARCH_SIZE = ("dropout", "max_positions", "word_vectors", "train_word_vectors")
-# The measured search for captions has a vocabulary of about COCO's size and regions of a detector's usual width.
+# A search for captions is measured with about the size of COCO's vocabulary, and with the usual width of regions.
 STEPS, VOCABULARY_SIZE, REGION_WIDTH = 6, 10_000, 2048
 CPU_IMAGES, GPU_IMAGES = 8, 64
 
@@ -38,11 +38,11 @@ CPU_IMAGES, GPU_IMAGES = 8, 64
 def decided_precision(
     work: Mapping[str, object], folder: StoragePath, measure: Callable[[], PrecisionTimes], *, label: str, measured: str
 ) -> str:
-    """float32 or bfloat16: what the storage has decided for a kind of work. The first caller decides, by `measure`.
+    """The stored precision for a kind of work, float32 or bfloat16. If there is none, it is measured first.
 
-    work: plain values that differ between kinds of work. folder: where the storage keeps its decisions. label: the name
-    of the work in the log. measured: what `measure` computes, in words. If two callers measure at the same time, the
-    first one to write decides.
+    work: JSON values that identify the kind of work. folder: of the stored decisions. label: the name of the work in
+    the log. measured: what `measure` computes, in words. If two callers measure at the same time, both use the decision
+    that is written first.
     """
     record, decision, tag = _recorded(work, folder)
     if decision is None:
@@ -57,9 +57,9 @@ def decided_precision(
 
 
 def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[StoragePath, str | None, str | None]:
-    """The file with the storage's decision for a kind of work, the decision, and the file's tag.
+    """The file of the decision for a kind of work, the decision, and the file's tag.
 
-    The decision is None if the file is missing or damaged. The tag is None if it is missing.
+    The decision is None if the file is missing or damaged. The tag is None if the file is missing.
     """
     record = folder / f"{hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
@@ -77,7 +77,7 @@ def _recorded(work: Mapping[str, object], folder: StoragePath) -> tuple[StorageP
 def _measured_on_ray(
     measure: Callable[..., PrecisionTimes], options: Mapping[str, object], *arguments: object
 ) -> PrecisionTimes:
-    """What a function measures in a Ray task with these options."""
+    """The result of `measure(*arguments)` in a Ray task with these options."""
     import ray
 
     with one_sentence("the measurement of precisions"):
@@ -91,11 +91,11 @@ def extraction_precision(
     folder: StoragePath,
     start: Callable[[], AbstractContextManager[object]],
 ) -> str:
-    """The precision of an extraction, float32 or bfloat16. For `auto` it is the faster one.
+    """The precision of an extraction, float32 or bfloat16. If it is configured as `auto`, the faster one is chosen.
 
-    folder: where the storage keeps the decision for each backbone and kind of device. All features in a storage thus
-    have one precision, whichever machine computes them. The first extraction measures for some seconds, in a Ray task
-    with the resources of an actor.
+    folder: the folder of stored decisions, one for each backbone and kind of device. With a stored decision, all
+    features have one precision, whichever machine computes them. start: starts Ray. The first extraction measures for
+    some seconds, in a Ray task with the resources of an actor.
     """
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
@@ -110,22 +110,22 @@ def extraction_precision(
 
 
 def known_precision(backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath) -> str | None:
-    """What `extraction_precision` would return; None if the precision must be measured first."""
+    """The precision that `extraction_precision` would return without measuring. None if it would have to measure."""
     if settings.compute_dtype != "auto":
         return settings.compute_dtype
     return _recorded(_work(backbone, settings), folder)[1]
 
 
 def _work(backbone: BackboneConfig, settings: FeatureSection) -> Values:
-    """What a decision depends on: the backbone's sizes and the kind of device."""
+    """The kind of work of an extraction: the backbone's sizes and the kind of device."""
     return {"backbone": backbone.feature_settings(*NOT_A_SIZE), "device": "GPU" if settings.gpus_per_actor else "CPU"}
 
 
 def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> PrecisionTimes:
     """Seconds per image of a backbone in each precision. A CPU computes one image at a time, and a GPU a batch.
 
-    Only one block of each stage is measured, which shows the faster precision sooner. A backbone with fixed depths is
-    measured as a whole.
+    Only one block of each stage is measured, because that takes less time and shows the faster precision as well. A
+    backbone with fixed depths is measured as a whole.
     """
     device: Any = device_for(settings.gpus_per_actor)
     size = settings.batch_size if device.type == "cuda" else 1
@@ -144,10 +144,10 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
 
 
 def with_search_precision(config: RunConfig, address: str | None) -> RunConfig:
-    """The configuration, in which `evaluation.precision` is replaced if it is `auto`: by the faster precision.
+    """The configuration with the faster precision in place of `auto` as `evaluation.precision`.
 
-    The storage keeps the decision for each model, backbone and kind of device. The first command measures on the Ray at
-    `address`, in a task with a worker's resources, for some seconds. The measured search reads features, even if a
+    The decision is stored for each model, backbone and kind of device. The first command measures for some seconds on
+    the Ray cluster at `address`, in a task with a worker's resources. The search is measured on features, even if a
     bundle contains a backbone.
     """
     if config.evaluation.precision != "auto":

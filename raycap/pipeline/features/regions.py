@@ -1,12 +1,12 @@
 """Imports a detector's region features (`features.hdf5`), which replace a backbone's, into the feature store.
 
 The HDF5 layout is that of bottom-up attention and the Meshed-Memory Transformer: `<image_id>_features` (regions, C) and
-`<image_id>_boxes` (regions, 4). In the store, rows are filled up with zeros to `features.max_regions`. An image's
-content key contains its id instead of a hash, because the image files need not exist.
+`<image_id>_boxes` (regions, 4). In the store, each image is padded with zeros to `features.max_regions` regions. An
+image's content key contains its id instead of a hash, because the image files need not exist.
 
-The file must contain all values itself, because a data set in another file could be any file of the user. An image
-whose data sets are damaged or too large is quarantined. Data sets may be compressed with gzip. Each compressed chunk is
-measured before it is read, because libhdf5 decompresses it to the end of its stream.
+The file must contain all values itself, because a reference to another file could read any file of the user. An image
+whose data sets are damaged or too large is quarantined. Data sets may be compressed with gzip. The decompressed size of
+each chunk is checked before libhdf5 reads it, because libhdf5 would decompress a chunk of any size.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     import h5py
 
 _DIGEST_BYTES = 16 * 2**20  # the digest covers this many bytes at the start and at the end of a file
-_MAX_IMAGE_BYTES = 64 * 2**20  # of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
-MAX_SHARD_BYTES = 2**30  # a shard is made in memory; 256 images of 100 regions of width 2,048 have 0.1 GB in float16
+_MAX_IMAGE_BYTES = 64 * 2**20  # limit of one data set; 100 regions of width 2,048 in float32 have 0.8 MB
+MAX_SHARD_BYTES = 2**30  # limit, because a shard is built in memory; 256 images of 100 regions have 0.1 GB in float16
 _MAX_WIDTH = 2**16  # values per region
-_MAX_CHUNKS = 10_000  # of one data set; libhdf5 takes 1.5 kB for each chunk that is read, however small it is
+_MAX_CHUNKS = 10_000  # limit of one data set, because libhdf5 takes 1.5 kB for each chunk that is read
 logger = logging.getLogger(__name__)
 
 
 def feature_width(dataset: Dataset, config: RunConfig) -> int:
-    """The number C of values per region, of the first image of the data set that the file contains.
+    """The number C of values per region, from the data set's first image with usable features.
 
-    Raises UserError if the file has no image of the data set, and as `_check_images`.
+    Raises UserError if no image has usable features, boxes are missing, or regions are too many (`_check_images`).
     """
     reason = ""
     with open_regions(region_file(config)) as file:
@@ -71,7 +71,7 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
 
 
 def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """{content key: reason} of images without usable features. Raises UserError as `_check_images`."""
+    """{content key: reason} of images without usable features. Raises UserError for missing boxes, too many regions."""
     image_ids = dataset.column("image_id")
     with open_regions(region_file(config)) as file:
         reasons = _check_images(file, image_ids, config)
@@ -80,10 +80,10 @@ def missing_regions(dataset: Dataset, config: RunConfig) -> dict[str, str]:
 
 
 def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, dict[str, str]]:
-    """Imports the features that the store lacks. The images' content keys contain their ids.
+    """Imports the features that the store lacks. dataset: with content keys that contain the ids (`keyed_by_id`).
 
     Returns the store's folder, and {content key: reason} of images without usable features. Raises UserError if the
-    file is missing or not HDF5, if widths differ, and as `_check_images`. Needs memory for one shard.
+    file is missing or not HDF5, widths differ, boxes are missing, or regions are too many. Needs memory for one shard.
     """
     settings, description = config.features, describe_regions(config)
     folder = config.storage_place / "features" / feature_key(description)
@@ -95,7 +95,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     width = feature_width(dataset, config)
     unusable: dict[str, str] = {}
     with open_regions(region_file(config)) as file:
-        # stored images are checked again, because another model may have stored them without boxes
+        # Stored images are checked again, because they may be from a run whose model needed no boxes.
         checked = dataset.table if config.model.needs_boxes else missing
         _check_images(file, checked["image_id"].to_pylist(), config)
         row_bytes = settings.max_regions * width * np.dtype(settings.stored_dtype).itemsize
@@ -108,7 +108,7 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
 
 
 def describe_regions(config: RunConfig) -> Values:
-    """What decides the stored features: the file, and how it is read. The store's name is a hash of it."""
+    """Everything that changes stored features: the file, and how it is read. The store's name is a hash of this."""
     settings = config.features
     description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
     return description | {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
@@ -127,8 +127,8 @@ def region_file(config: RunConfig) -> Path:
 def _check_images(file: h5py.File, image_ids: Sequence[int], config: RunConfig) -> dict[int, str]:
     """{image id: reason} of images without usable features.
 
-    Raises UserError if a usable image has no boxes and the model needs them, or if it has more regions than
-    `features.max_regions` and may not be truncated.
+    Raises UserError if an image with usable features lacks boxes that the model needs, or has more regions than
+    `features.max_regions` although `features.truncate_regions` is false.
     """
     reasons, limit = {}, config.features.max_regions
     for image_id in image_ids:
@@ -193,7 +193,7 @@ def ends_digest(path: Path) -> str:
 
 
 def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
-    """Writes images as an HDF5 file, whole or not at all. Each is (image id, features (R, C), boxes (R, 4))."""
+    """Writes an HDF5 file atomically. images: (image id, features (R, C), boxes (R, 4)) of each image."""
     import h5py
 
     with atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
@@ -203,7 +203,7 @@ def write_regions(path: Path, images: Iterator[tuple[int, np.ndarray, np.ndarray
 
 @contextmanager
 def open_regions(path: Path) -> Iterator[h5py.File]:
-    """The open HDF5 file. Raises UserError when it is missing or not HDF5."""
+    """Opens an HDF5 file for reading. Raises UserError if it is missing or not HDF5."""
     import h5py
 
     _require_file(path)
@@ -216,9 +216,10 @@ def open_regions(path: Path) -> Iterator[h5py.File]:
 
 
 def read_image(file: h5py.File, image_id: int, max_regions: int, dtype: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features (R, C), and boxes (R, 4) or None, of the first `max_regions` regions, which are the most confident.
+    """Features (R, C), and boxes (R, 4) or None if there are none, of an image's first `max_regions` regions.
 
-    Raises ValueError with the reason when the image has no usable features, or boxes of another shape.
+    The first regions are the most confident. Raises ValueError with the reason if the image has no usable features, or
+    boxes of another shape.
     """
     stored = _features_of(file, image_id)
     features = _values(stored, f"{image_id}_features", max_regions, dtype)
@@ -233,7 +234,7 @@ def read_image(file: h5py.File, image_id: int, max_regions: int, dtype: str) -> 
 
 
 def _features_of(file: h5py.File, image_id: int) -> Any:
-    """The data set with the features (regions, width) of an image. Raises ValueError if it has none that is usable."""
+    """The HDF5 data set of an image's features (regions, width). Raises ValueError if it is missing or not usable."""
     name = f"{image_id}_features"
     stored = _find(file, name)
     if stored is None:
@@ -246,7 +247,7 @@ def _features_of(file: h5py.File, image_id: int) -> Any:
 
 
 def _find(file: h5py.File, name: str) -> Any:
-    """The data set of this name; None if there is none. Raises ValueError if it is damaged, or not in this file."""
+    """The HDF5 data set of this name, or None if there is none. Raises ValueError if its values must not be read."""
     import h5py
 
     link = _link(file, name)
@@ -265,7 +266,7 @@ def _find(file: h5py.File, name: str) -> Any:
 
 
 def _problem_of(stored: Any) -> str:
-    """Why the values of an object in an HDF5 file must not be read; "" if they may be. None of them is read."""
+    """The reason why the values of an HDF5 object must not be read, or "". No value is read to decide it."""
     import h5py
     from h5py import h5z
 
@@ -293,7 +294,7 @@ def _problem_of(stored: Any) -> str:
 
 
 def _link(file: h5py.File, name: str) -> Any:
-    """The link of this name, without following it; None if there is none. Raises UserError for a damaged file."""
+    """The link of this name, which is not followed, or None if there is none. Raises UserError for a damaged file."""
     try:
         return file.get(name, getlink=True)
     except Exception as error:
@@ -301,12 +302,12 @@ def _link(file: h5py.File, name: str) -> Any:
 
 
 def _values(stored: Any, name: str, max_regions: int, dtype: str) -> np.ndarray:
-    """The first rows of a data set. Raises ValueError when they cannot be read or are not finite in this dtype."""
+    """The first rows of an HDF5 data set. Raises ValueError if they cannot be read or are not finite in this dtype."""
     try:
         _require_true_size(stored, max_regions)
         with np.errstate(over="ignore"):
             values: np.ndarray = stored[:max_regions].astype(dtype)
-    except Exception as error:  # a damaged chunk
+    except Exception as error:  # a damaged chunk can raise nearly any type
         raise ValueError(f"{name} cannot be read: {one_line(error)}") from error
     if not np.isfinite(values).all():
         raise ValueError(f"{name} is not finite in {dtype}")
@@ -320,14 +321,14 @@ def _filters(stored: Any) -> list[int]:
 
 
 def _require_true_size(stored: Any, max_regions: int) -> None:
-    """Raises ValueError if a compressed chunk of the first rows decompresses to more than its stated size."""
+    """Raises ValueError if a compressed chunk of the first rows decompresses to more than a chunk's size."""
     from h5py import h5z
 
     filters, chunks = _filters(stored), list[Any]()
     if h5z.FILTER_DEFLATE not in filters:
         return
-    is_raw = 1 << filters.index(h5z.FILTER_DEFLATE)  # the flag of a chunk that is not compressed
-    max_bytes = math.prod(stored.chunks) * stored.dtype.itemsize + 4  # with the checksum of fletcher32
+    is_raw = 1 << filters.index(h5z.FILTER_DEFLATE)  # the bit in `filter_mask` of a chunk that is not compressed
+    max_bytes = math.prod(stored.chunks) * stored.dtype.itemsize + 4  # 4: the checksum of fletcher32
     stored.id.chunk_iter(chunks.append)
     for chunk in chunks:
         if chunk.chunk_offset[0] < max_regions and not chunk.filter_mask & is_raw:

@@ -5,10 +5,11 @@
                            quarantine.parquet       images without features, with the reason
                            COMPLETE                 JSON: number of rows, and the description of the extraction
 
-Readers ignore a shard without a manifest, because its writer died. A later extraction removes it. A shard's name is a
-hash of its content keys, so that a repeated task or a concurrent extraction writes the same file. The folder is local
-or on S3. Remote shards are copied to a local cache of limited size. A machine compares a shard with its digest when it
-first uses it. The manifest of a damaged shard is removed, so that the next extraction computes its features again.
+Readers ignore a shard without a manifest, because its writer died. A later extraction removes such a shard. A shard's
+name is a hash of its content keys, so that a repeated task or a concurrent extraction writes the same file. The folder
+is local or on S3. Remote shards are copied to a local cache of limited size. When a machine first uses a shard, it
+checks the shard's digest. The manifest of a damaged shard is removed, so that the next extraction computes its features
+again.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ MANIFEST = pa.schema(
         ("row", pa.int32()),
         ("sha256", pa.string()),  # digest of the shard file
         ("bytes", pa.int64()),  # size of the shard file
-        ("length", pa.int32()),  # number of regions in the row; null for grids, where every token counts
+        ("length", pa.int32()),  # number of regions in the row; null for grids, which have no padding
         ("boxes", pa.list_(pa.float32())),  # x0 y0 x1 y1 of each region; null for grids and for regions without boxes
     ]
 )
-MAX_OPEN = 400  # open shards; each needs a file descriptor, and a process usually may have 1,024
-NUM_COPIES, NUM_READS = 4, 8  # shards copied to the cache, and remote rows read, at the same time
+MAX_OPEN = 400  # open shards, because each needs a file descriptor, and a process usually may have 1,024
+NUM_COPIES, NUM_READS = 4, 8  # at the same time: shards that are copied to the cache, and remote rows that are read
 _HEADER_BYTES = 256  # more than the header of an .npy file with an array of three dimensions
-_NUM_MANIFESTS = 32  # that are read at the same time
+_NUM_MANIFESTS = 32  # manifests that are read at the same time
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def manifest_path(folder: StoragePath, shard: str) -> StoragePath:
 
 
 def has_shard(folder: StoragePath | Path, content_keys: Sequence[str]) -> bool:
-    """True if there is a shard of exactly these images; a repeated task need not compute it again."""
+    """True if there is a shard of exactly these images, so that a repeated task need not compute it again."""
     return manifest_path(storage_path(folder), shard_name(content_keys)).exists()
 
 
@@ -93,7 +94,7 @@ def write_shard(
 ) -> None:
     """Writes a shard of `features` (rows, N, C) for the images with these content keys, then the shard's manifest.
 
-    Only for regions: lengths (rows,), and for each image its boxes (R, 4) or None.
+    lengths: (rows,) the number of regions of each image, or None for grids. boxes: (R, 4) of each image, or None.
     """
     root, name, count = storage_path(folder), shard_name(content_keys), len(content_keys)
     buffer = io.BytesIO()
@@ -115,7 +116,7 @@ def write_shard(
 def _read_manifests(folder: StoragePath) -> pa.Table:
     """The manifest rows of all images in a store.
 
-    A manifest that is damaged, or that another process removes meanwhile, counts as missing.
+    A manifest counts as missing if it is damaged, or if another process removes it meanwhile.
     """
     names = sorted(name for name in (folder / "manifest").list() if name.endswith(".parquet"))
     with ThreadPoolExecutor(_NUM_MANIFESTS) as pool:
@@ -125,7 +126,7 @@ def _read_manifests(folder: StoragePath) -> pa.Table:
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The manifest's columns about a shard: its name, and the digest and size of its file."""
+    """A shard's columns in the manifest: its name, and the digest and size of its file."""
 
     shard: str
     sha256: str
@@ -133,7 +134,7 @@ class ShardInfo:
 
 
 class _Shard:
-    """One open shard. A local shard has a memory map. A remote one has none, and its rows are read in ranges."""
+    """An open shard. A local file is memory-mapped. Of a remote file, single rows are read as ranges of bytes."""
 
     def __init__(self, path: StoragePath, local: Path | None) -> None:
         self.path, self.map = path, None
@@ -144,14 +145,14 @@ class _Shard:
         header = io.BytesIO(path.read_range(0, _HEADER_BYTES) if self.map is None else self.map[:_HEADER_BYTES])
         np.lib.format.read_magic(header)
         self.shape, _, self.dtype = np.lib.format.read_array_header_1_0(header)
-        # `start` is the offset of the first row and `stride` the size of a row, in bytes
+        # `start` is the offset of the first row, and `stride` the size of a row, in bytes.
         self.start, self.stride = header.tell(), int(np.prod(self.shape[1:])) * self.dtype.itemsize
 
     def prefetch(self, row: int) -> None:
         """Advises the kernel that a row will be read."""
         if self.map is not None:
             first = self.start + row * self.stride
-            page = first - first % mmap.PAGESIZE  # advice must begin at a page
+            page = first - first % mmap.PAGESIZE  # advice must begin at the start of a page
             self.map.madvise(mmap.MADV_WILLNEED, page, min(first + self.stride, len(self.map)) - page)
 
     def row(self, row: int) -> np.ndarray:
@@ -165,7 +166,7 @@ class _Shard:
 
 
 class FeatureStore:
-    """Reads the features of a store. Rows that are written after it is opened are not visible.
+    """Reads the features of a store. Rows that are written after the store is opened are not visible.
 
     Opening reads the manifests. A shard is opened, and copied to the cache if it is remote, at its first use. Beyond
     MAX_OPEN shards, the least recently used one is closed.
@@ -177,7 +178,7 @@ class FeatureStore:
         cache: Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        """cache: the folder for copies of remote shards. cache_bytes: its size; None for half of the free space."""
+        """cache: the folder for copies of remote shards. cache_bytes: its size, or None for half of the free space."""
         self.folder = storage_path(folder)
         rows = _read_manifests(self.folder)
         self.keys = rows["key"]
@@ -188,14 +189,14 @@ class FeatureStore:
         # For each image: the number of its shard in `shards`, its row there, and its number of regions (-1 for grids).
         self._shard, self._row = shards.indices.to_numpy(), rows["row"].to_numpy()
         self._length: np.ndarray = pc.fill_null(rows["length"], -1).to_numpy()
-        self._has_regions = bool((self._length >= 0).any())  # asked once here, because batches call `regions_at`
+        self._has_regions = bool((self._length >= 0).any())  # computed once, because every batch needs it
         self._boxes = rows["boxes"] if rows["boxes"].null_count < len(rows) else None
         self._cache = shard_cache(cache_bytes, cache) if self.folder.is_remote else None
         if self._cache is not None:
-            # Shards beyond the cache's size are not copied, because they would evict the first ones. Their rows are
-            # read in ranges.
+            # Shards beyond the cache's size are not copied, because they would evict the first shards. Instead, their
+            # rows are read as ranges.
             self._fits = np.cumsum([info.bytes for info in self.shards]) <= self._cache.limit
-        self._lock = threading.RLock()  # training prefetches in a thread while it validates
+        self._lock = threading.RLock()  # because training prefetches in a thread while it validates
         self._open: OrderedDict[int, _Shard] = OrderedDict()  # the least recently used shard comes first
         self._whole: set[int] = set()  # the local shards that were compared with their digests
 
@@ -204,13 +205,13 @@ class FeatureStore:
         return int(pc.count_distinct(self.keys).as_py())
 
     def contains(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """For each image, whether the store has it: bools (len(content_keys),)."""
+        """(len(content_keys),) bool: true for each image that the store has."""
         return np.asarray(pc.is_in(content_keys, value_set=self.keys))
 
     def locate(self, content_keys: pa.Array | pa.ChunkedArray) -> np.ndarray:
-        """The positions (len(content_keys),) int64 of images, by which the methods below read them.
+        """The positions (len(content_keys),) int64 of images in the store, for `gather_at` and `regions_at`.
 
-        Raises DamagedError naming the first key that the store lacks.
+        Raises DamagedError with the first key that the store lacks.
         """
         positions = np.asarray(pc.fill_null(pc.index_in(content_keys, value_set=self.keys), -1), np.int64)
         if (missing := np.flatnonzero(positions < 0)).size:
@@ -219,14 +220,15 @@ class FeatureStore:
         return positions
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
-        """Features (len(positions), N, C). An image with fewer than N regions is filled up with zeros."""
+        """The features (len(positions), N, C) of images. An image with fewer than N regions is padded with zeros."""
         shards, rows = self._shard[positions].tolist(), self._row[positions].tolist()
-        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row: the order on disk
+        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row, which is the order on disk
         if not order:
             return np.empty((0, 0, 0), np.float16)
         with self._lock:
             new = sorted(set(shards) - self._open.keys())
-        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):  # copies or checks several
+        # Several shards that must be copied or checked are prepared in parallel.
+        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):
             with ThreadPoolExecutor(NUM_COPIES) as pool:
                 list(pool.map(self._local_file, new))
         first = self._opened(shards[order[0]])
@@ -251,10 +253,10 @@ class FeatureStore:
         return result
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Lengths (len(positions),) int64 and boxes (len(positions), N, 4) float32 of regions.
+        """The numbers of regions (len(positions),) int64, and their boxes (len(positions), N, 4) float32, of images.
 
-        Both are None for grids. The boxes are also None when the detector's file had none. An image without boxes gets
-        zeros, and so do the regions that fill an image up.
+        Both results are None for grids. The boxes are also None if no image of the store has boxes. Single images
+        without boxes, and regions that are padding, have boxes of zeros.
         """
         if not self._has_regions:
             return None, None
@@ -269,7 +271,7 @@ class FeatureStore:
         return lengths, boxes
 
     def verify(self) -> list[str]:
-        """Reads the whole store; returns one sentence for each damaged shard."""
+        """Reads all shards. Returns one sentence for each damaged shard."""
         remedy = f"delete its file in {self.folder / 'manifest'}, and extract again"
         with ThreadPoolExecutor(NUM_COPIES) as pool:  # hashing and reading release the interpreter's lock
             damages = list(pool.map(lambda info: self._damage(info, again=True), self.shards))
@@ -279,9 +281,9 @@ class FeatureStore:
         return self.folder / f"shards/{info.shard}.npy"
 
     def _damage(self, info: ShardInfo, *, again: bool = False) -> str:
-        """A sentence about the damage of a shard; "" for a whole one.
+        """A sentence about the damage of a shard, or "" if it has none.
 
-        A local file is compared with its digest only once per machine, unless `again` is true.
+        If `again` is false, a local file whose digest this machine has checked before is not read again.
         """
         file = self._path(info)
         try:
@@ -294,7 +296,7 @@ class FeatureStore:
         return "" if is_whole else f"{file} does not have the digest in its manifest"
 
     def _opened(self, number: int) -> _Shard:
-        """The open shard with this number. Opening it may close another one. Several threads may ask."""
+        """The shard with this number in `shards`, opened if necessary, which may close another. Safe for threads."""
         with self._lock:
             if number in self._open:
                 self._open.move_to_end(number)
@@ -303,11 +305,11 @@ class FeatureStore:
                 with self._damage_rejected(number):
                     self._open[number] = _Shard(self._path(self.shards[number]), local)
                 if len(self._open) > MAX_OPEN:
-                    self._open.popitem(last=False)  # unmapped once no array refers to it
+                    self._open.popitem(last=False)  # its file is unmapped when no array refers to it
             return self._open[number]
 
     def _local_file(self, number: int) -> Path | None:
-        """The local file of a shard; None for a remote one that is not in the cache."""
+        """The local file of a shard, or None if a remote shard does not fit into the cache. Raises DamagedError."""
         info, path = self.shards[number], self._path(self.shards[number])
         if self._cache is None:
             if number not in self._whole:
@@ -324,7 +326,7 @@ class FeatureStore:
 
     @contextmanager
     def _damage_rejected(self, number: int) -> Iterator[None]:
-        """Rejects a shard if the context finds that one of its files is missing or cut."""
+        """Turns an error of the block because a shard's file is missing or cut into a DamagedError (`_reject`)."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -334,8 +336,8 @@ class FeatureStore:
             raise self._reject(info, f"{self._path(info)}: {one_line(error)}") from error
 
     def _reject(self, info: ShardInfo, damage: str) -> DamagedError:
-        """The error about a damaged shard. Removes its manifest, so that the next extraction computes its features."""
-        with suppress(OSError):  # a storage that cannot be written
+        """Removes a damaged shard's manifest, so that its features are computed again. Returns the error to raise."""
+        with suppress(OSError):  # the storage may be read-only
             manifest_path(self.folder, info.shard).delete()
         return DamagedError(f"{damage}; the same command computes its features again")
 
@@ -346,7 +348,7 @@ def open_store(folder: StoragePath | Path, settings: FeatureSection) -> FeatureS
 
 
 def remove_orphans(folder: StoragePath, min_age_s: float = 3600) -> None:
-    """Removes shards without a manifest and temporary files, which local writers left when they died.
+    """Removes the shards without a manifest and the temporary files that local writers left when they died.
 
     A file younger than `min_age_s` remains, because its manifest may not be written yet.
     """
@@ -368,16 +370,16 @@ def mark_complete(folder: StoragePath, description: Values, rows: int) -> None:
 
 
 def content_keys_of(table: pa.Table) -> pa.ChunkedArray:
-    """The content keys of a column key, which may have keys of views: a content key of 64 digits, and a suffix."""
+    """The content keys of the column key. A key of a view is a content key, which has 64 digits, and a suffix."""
     return pc.utf8_slice_codeunits(table["key"], 0, 64)
 
 
 def write_quarantine(
     folder: StoragePath, dataset: Dataset, unusable: dict[str, str], unreadable: dict[str, str]
 ) -> None:
-    """Replaces the quarantine's rows of this data set by `unusable` ({content key: reason}) and `unreadable`.
+    """Replaces the rows of this data set in the quarantine. The rows of other data sets remain.
 
-    unreadable: {URI: reason}. The rows of other data sets remain.
+    unusable: {content key: reason}. unreadable: {URI: reason}.
     """
     before = read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
     images = dataset.table.select(["uri", "key"])

@@ -1,1 +1,1 @@
-"""Annotation files: the forms in which captioned images are exchanged, and where each image is."""
+"""Readers of annotation files: tables, WebDataset archives, and what all formats share."""

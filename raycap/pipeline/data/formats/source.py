@@ -1,8 +1,8 @@
-"""A source of images, and the rows that the readers of all formats make of it.
+"""A source of images, and the rows into which the readers of all formats convert it.
 
-A reader keeps captions as they are, even empty ones. It collects a sentence for each caption that is not valid.
-Training stops at the first sentence, and `raycap check` reports all. A file that does not have its format raises
-UserError.
+A reader keeps captions as they are, even empty ones, and collects a sentence for each caption that is not valid.
+Training stops at the first sentence, and `raycap check` reports all of them. A file that does not have its format
+raises UserError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
-# The names of the columns if `data.columns` does not name them. The first one that an entry has counts.
+# {column: the names that it may have if `data.columns` gives none}. The first name that an entry has is used.
 COLUMNS = {
     "image": ("image", "file_name"),
     "captions": ("captions", "caption", "text"),
@@ -37,12 +37,12 @@ COLUMNS = {
     "split": ("split",),
 }
 IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-MAX_ANNOTATION_BYTES = 2 * 2**30  # of a file that is read as a whole; large annotation files have 1 GB
-MAX_FILES = 100_000  # that one pattern names
+MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
+MAX_FILES = 100_000  # files that one pattern may name
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
-MAX_CAPTION = 10_000  # characters; the time of metrics grows with the square of a caption's length
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can contain and no encoding can
-BUFFERED_ROWS = 10_000  # that are Python objects before they become Arrow arrays, which take less memory
+MAX_CAPTION = 10_000  # characters, because the time of metrics grows with the square of a caption's length
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can contain, but UTF-8 cannot
+BUFFERED_ROWS = 10_000  # rows that are collected before they become Arrow arrays, which take less memory
 LISTS = pa.list_(pa.string())
 IMAGES = pa.schema(
     [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
@@ -51,18 +51,18 @@ IMAGES = pa.schema(
 
 @dataclass(frozen=True)
 class Splits:
-    """Lists of images by split. Images without any split are divided by fractions."""
+    """How images get their splits: from lists, or by fractions for images without any split."""
 
     lists: Mapping[str, str] = field(default_factory=dict)  # {image name or id: split}
-    fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; empty: all are in train
+    fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; if empty, all images are in train
     seed: int = 0
 
     def listed(self, *names: str) -> str | None:
-        """The split of the list that contains one of these names or ids of an image."""
+        """The split whose list contains one of these names or ids of an image. None if no list does."""
         return next((self.lists[name] for name in names if name in self.lists), None)
 
     def drawn(self, name: str) -> str:
-        """The split of an image by a hash of its name. It does not depend on the other images."""
+        """The split of an image, chosen by a hash of its name, so that other images do not change it."""
         if not self.fractions:
             return "train"
         digest = _digest(f"{self.seed} {name}")
@@ -77,7 +77,7 @@ class Splits:
 def id_of_name(name: str) -> int:
     """An image's id: the first 63 bits of the sha256 of its name in the data set.
 
-    Two of a million images have equal ids with probability 5e-8. Reading a data set refuses repeated ids.
+    Among a million images, two ids are equal with probability 5e-8. A data set with equal ids cannot be read.
     """
     return int.from_bytes(_digest(name)[:8], "big") >> 1
 
@@ -91,9 +91,9 @@ def _digest(name: str) -> bytes:
 
 
 def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, str]:
-    """{image name or id: split}, from files in which each line has a file name and maybe an id after it.
+    """{image name or id: split}. lists: {split: file in which each line has an image's file name, and maybe its id}.
 
-    A file name that is a number also counts as an id, unless an id follows.
+    If a line has no id and its file name is a number, the number also counts as the id.
     """
     split_of: dict[str, str] = {}
     for split, name in lists.items():
@@ -105,14 +105,14 @@ def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, s
                 raise UserError(f"data.split_lists: {quoted(filename)} is in {split_of[filename]} and again in {path}")
             if len(words) > 1:
                 split_of.setdefault(words[1], split)
-            elif filename.isdecimal() and len(filename) < 20:  # a longer number is no id
+            elif filename.isdecimal() and len(filename) < 20:  # a longer number cannot be an id of 64 bits
                 split_of[str(int(filename))] = split
     return split_of
 
 
 @contextmanager
 def errors_named(path: StoragePath) -> Iterator[None]:
-    """Raises UserError for a file that is missing or cannot be read."""
+    """Turns an OSError of the block into a UserError that names the annotation file."""
     try:
         yield
     except IsADirectoryError as error:
@@ -132,7 +132,7 @@ def read_file(path: StoragePath) -> bytes:
 
 @contextmanager
 def opened(path: StoragePath) -> Iterator[BinaryIO]:
-    """An annotation file that is read in parts. Raises UserError."""
+    """Opens an annotation file that is read in parts. Raises UserError."""
     with errors_named(path), path.open() as file:
         yield file
 
@@ -151,8 +151,8 @@ def is_image(name: str) -> bool:
 def find_files(root: StoragePath, pattern: str) -> list[str]:
     """The files below a folder that a pattern names. Raises UserError if there is none.
 
-    {000..009} stands for these numbers and {a,b} for each of the words; *, ?, [...] and ** mean what they mean in a
-    shell. A name without these characters, or of a file that exists, is that of one file.
+    {000..009} matches each of these numbers, and {a,b} each of the words. *, ?, [...] and ** have the same meaning as
+    in a shell. A pattern without these characters, or the name of an existing file, names one file.
     """
     if not (glob.has_magic(pattern) or _BRACES.search(pattern)) or (root / pattern).exists():
         return [pattern]
@@ -165,7 +165,7 @@ def find_files(root: StoragePath, pattern: str) -> list[str]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The patterns in which each {..} is replaced by one of its values."""
+    """Yields the pattern with each {..} replaced by one of its values, in all combinations."""
     match = _BRACES.search(pattern)
     if match is None:
         yield pattern
@@ -207,11 +207,11 @@ class Source:
     annotations: StoragePath
     images: StoragePath
     annotations_name: str = ""  # the configuration's path of `annotations`; names of images begin with it
-    images_name: str = ""  # the same of `images`
-    split: str | None = None  # of images for which neither the file nor a list names one
+    images_name: str = ""  # the configuration's path of `images`
+    split: str | None = None  # split of images for which neither the file nor a list names one
     splits: Splits = field(default_factory=Splits)
     columns: ColumnSection = field(default_factory=ColumnSection)
-    with_tokens: bool = False  # whether to read the tokens of the captions, which only Karpathy's JSON has
+    with_tokens: bool = False  # True: also read the tokens of the captions, which only Karpathy's JSON has
 
     @cached_property
     def column_names(self) -> dict[str, tuple[str, ...]]:
@@ -221,18 +221,18 @@ class Source:
 
     @cached_property
     def image_prefix(self) -> str:
-        """The first part of the names of image files in the data set."""
+        """The prefix of image files' names: the configuration's path of `images`, with a slash."""
         return _prefix(self.images_name)
 
     @cached_property
     def member_prefix(self) -> str:
-        """The first part of the names of images in the annotation file or folder."""
+        """The prefix of the names of images inside `annotations`: the configuration's path of it, with a slash."""
         return _prefix(self.annotations_name)
 
     def value(self, entry: Mapping[str, object], column: str, location: str) -> Any:
-        """The value of a column of COLUMNS in an entry; None if it is missing.
+        """The value of a column of COLUMNS in an entry. None if the entry does not have the column.
 
-        Raises UserError if it is missing and `data.columns` names it.
+        Raises UserError if the column is missing and `data.columns` names it.
         """
         names = self.column_names[column]
         for name in names:
@@ -246,9 +246,9 @@ class Source:
     def id_and_split(
         self, entry: Mapping[str, object], listed: tuple[str, ...], name: str, location: str
     ) -> tuple[int, str]:
-        """The id and split of an image. The id is in its entry, or is a hash of its name.
+        """The id and split of an image. If its entry has no id, the id is a hash of its name.
 
-        The split is that of the first of these: the lists, the entry, the source, a hash of the name. listed: names by
+        The split is the first that is given by: the lists, the entry, the source, a hash of the name. listed: names by
         which the lists may contain the image. Raises UserError for values of a wrong type.
         """
         identifier, image_id = self.value(entry, "id", location), None
@@ -271,7 +271,7 @@ class Source:
 
 
 def _whole_number(value: Any) -> int | None:
-    """The integer of a number or a text; None for any other value."""
+    """The integer that a number or text represents. None for any other value."""
     if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         return None
     try:
@@ -281,12 +281,12 @@ def _whole_number(value: Any) -> int | None:
 
 
 def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
-    """The path or URI of a file below a folder, and its part after the folder; both without '.' and '..'.
+    """The path or URI of a file below a folder, and its path relative to the folder. Neither contains '.' or '..'.
 
-    name: relative to the folder, or a whole path or URI. Raises UserError if it leads out of the folder.
+    name: relative to the folder, or a whole path or URI. Raises UserError if the name leads out of the folder.
     """
     if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
-        return join(folder.uri, name), name  # for most names, of which there may be a million
+        return join(folder.uri, name), name  # a fast path for most names, because there may be a million
     if is_remote(name):
         if not name.startswith(join(folder.uri, "")):
             raise UserError(f"{location}: {quoted(name)} is outside of {folder}; set data.images to the images' prefix")
@@ -304,13 +304,13 @@ def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
 
 
 def _prefix(folder: str) -> str:
-    """The configuration's path of a folder, with a slash at its end; "" for the data set's folder itself."""
+    """The configuration's path of a folder with a slash at its end, or "" for the data set's folder itself."""
     folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
     return "" if folder == "." else f"{folder}/"
 
 
 class Rows:
-    """The images of annotation files, and `problems`: sentences about single captions."""
+    """Collects the images of annotation files, and `problems`: a sentence for each caption that is not valid."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -321,10 +321,10 @@ class Rows:
     def add(
         self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
     ) -> None:
-        """Adds an image. Raises UserError for values that a table or file system cannot hold.
+        """Adds an image. Raises UserError for values that cannot be in a table or a file system.
 
-        uri: the text of an ImageLocation. tokens: for each caption its tokens joined with spaces, if
-        `Source.with_tokens`.
+        uri: the text of an ImageLocation. tokens: the tokens of each caption, joined with spaces, if
+        `Source.with_tokens` is true.
         """
         if not -(2**63) <= image_id < 2**63:
             raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
@@ -336,21 +336,21 @@ class Rows:
             self._store()
 
     def _store(self) -> None:
-        """Moves the buffer to Arrow arrays."""
+        """Moves the rows of the buffer into Arrow arrays."""
         columns = zip(*self._buffer, strict=True) if self._buffer else [()] * len(IMAGES)
         arrays = [pa.array(values, field.type) for values, field in zip(columns, IMAGES, strict=True)]
         self._stored.append(pa.RecordBatch.from_arrays(arrays, schema=IMAGES))
         self._buffer = []
 
     def table(self, *, with_tokens: bool) -> pa.Table:
-        """The images as a table of IMAGES, without the column tokens unless it is asked for."""
+        """The images as a table of IMAGES. with_tokens: whether it has the column tokens."""
         self._store()
         table = pa.Table.from_batches(self._stored)
         return table if with_tokens else table.drop_columns(["tokens"])
 
 
 def as_list(value: object) -> list[Any]:
-    """The captions of a cell, which has a list, one caption, or nothing. In a CSV file a list is a text in JSON."""
+    """The captions in a cell with a list, one caption, or nothing. In a CSV file, a list is written as JSON."""
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError):
             items = parse_json(value, "cell", strict=False)
@@ -377,7 +377,7 @@ def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:
 
 
 def lines_of(data: bytes, name: str) -> list[str]:
-    """The captions in a text of one caption per line, without empty lines. Raises UserError."""
+    """The captions in a text file of one caption per line, without empty lines. Raises UserError."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

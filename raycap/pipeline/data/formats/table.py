@@ -16,19 +16,19 @@ from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
-MAX_COLUMNS = 1000  # of a CSV file, because every row gets a value for each column
+MAX_COLUMNS = 1000  # limit of a CSV file, because every row gets a value for each column
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
 
 
 class StoredImage(NamedTuple):
-    """An image in a Parquet file: its place, and the path that the file states for it."""
+    """An image in a Parquet file. place: its row. path: the name that the file gives the image, if any."""
 
     place: RowPlace
     path: Any
 
 
 def table_entries(source: Source) -> Iterator[Values]:
-    """The rows of a table by column name. An image in the table is a StoredImage. Raises UserError."""
+    """Yields the rows of a table as {column: value}. An image in the table is a StoredImage. Raises UserError."""
     path = source.annotations
     name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
     if path.name.endswith(".parquet.gz"):
@@ -65,7 +65,7 @@ def table_entries(source: Source) -> Iterator[Values]:
 
 
 def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:
-    """The rows of a Parquet file, with the columns that a data set has."""
+    """Yields the rows of a Parquet file as {column: value}, with only the columns image, captions, id and split."""
     table = ParquetFile(file, title)
     found = {
         role: next((each for each in source.column_names[role] if each in table.columns), None)
@@ -92,11 +92,12 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
 def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     """Adds the images of a table with the columns image, captions, and maybe id and split (`source.COLUMNS`).
 
-    captions: a list, or one text. Rows that name the same image file are joined. An image in the table has one row.
+    captions: a list, or one text. Rows that name the same image file are joined. An image that the table itself
+    contains must have one row. Raises UserError for rows that break these rules.
     """
     path, begin = source.annotations, rows.count
     files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}
-    stored_names = set[str]()  # of images in the table
+    stored_names = set[str]()  # names of the images that the table contains
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)
@@ -118,7 +119,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
         uri, name = inside(source.images, image, location)
         stated = source.value(entry, "split", location)
-        if name in files:  # the table has one row per caption
+        if name in files:  # a further row of an image, because the table has one row per caption
             first, (*_, known, _) = files[name]
             if stated not in (None, "", first):
                 splits = f"the split {quoted(first)} and in this row {quoted(stated)}"

@@ -17,13 +17,13 @@ from raycap.pipeline.runtime.names import one_line, quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
 
 MAX_MEMBERS = 10_000_000  # files, folders and all other members of an archive
-MAX_HEADER_BYTES = 2**20  # that hold a long name or other values
-MAX_TEXT_BYTES = 2**20  # of the captions or the JSON of an image
+MAX_HEADER_BYTES = 2**20  # limit of one read of a header, which may have a long name
+MAX_TEXT_BYTES = 2**20  # limit of the text file or JSON file of an image
 _KEY = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # the key ends at the first dot after the last slash
 
 
 class TarMember(NamedTuple):
-    """A file in an archive, whose content is `length` bytes from `start` on."""
+    """A file in an archive. Its content is `length` bytes from byte `start` of the archive on."""
 
     name: str
     start: int
@@ -31,7 +31,7 @@ class TarMember(NamedTuple):
 
 
 class _Headers:
-    """An archive of which tarfile reads the headers. A larger read than MAX_HEADER_BYTES is refused."""
+    """A file for tarfile that refuses reads of more than MAX_HEADER_BYTES, so that no header can fill the memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell = file, file.seek, file.tell
@@ -53,10 +53,10 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
     try:
         with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
             for number, member in enumerate(iter(archive.next, None)):
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep each member
+                archive.members.clear()  # type: ignore[attr-defined]  # or tarfile would keep all in memory
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
-                if member.size < 0 or archive.offset < member.offset_data:  # tarfile would go back and never end
+                if member.size < 0 or archive.offset < member.offset_data:  # else tarfile would read in a loop
                     raise tarfile.ReadError("a negative size")
                 if not member.isreg():
                     continue
@@ -69,9 +69,9 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                 names.add(member.name)
                 yield TarMember(member.name, member.offset_data, member.size)
             file.seek(archive.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile has taken a damaged header for the end
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile took a damaged header for the end
                 raise tarfile.ReadError(f"it is damaged at byte {archive.offset}")
-    except UserError:  # is a ValueError, but complete
+    except UserError:  # a UserError is a ValueError, but its message needs no addition
         raise
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError) as error:
         remedy = "unpack it to a plain tar if it is compressed; else copy or pack it again"
@@ -80,11 +80,11 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
 
 @dataclass
 class Sample:
-    """The files of an archive with the same key."""
+    """One sample: the image, captions and JSON values from an archive's files with the same key."""
 
     image: TarMember | None = None
-    captions: list[str] = field(default_factory=list)  # of the text file
-    entry: Values = field(default_factory=dict)  # of the JSON file
+    captions: list[str] = field(default_factory=list)  # lines of the text file
+    entry: Values = field(default_factory=dict)  # content of the JSON file
 
 
 def read_samples(source: Source) -> list[Sample]:
@@ -109,7 +109,7 @@ def read_samples(source: Source) -> list[Sample]:
             elif ending == "json":
                 label = f"{title}: {quoted(member.name)}"
                 entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
-                sample.entry = {name: entry[name] for name in kept if name in entry}  # a JSON file may be long
+                sample.entry = {name: entry[name] for name in kept if name in entry}  # no other keys, to save memory
     return [sample for sample in samples.values() if sample.image is not None]
 
 
@@ -123,7 +123,7 @@ def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
 
 
 def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
-    """Adds the images of an archive. Captions are the lines of the text file, or without one those in the JSON file."""
+    """Adds the images of an archive. If a sample has no lines in a text file, its captions are from the JSON file."""
     if not samples:
         raise UserError(f"annotation file {source.annotations} contains no image; give a tar of images and captions")
     for sample in samples:

@@ -1,1 +1,1 @@
-"""Words of captions in any language: tokenizers, subword models, and what each language needs."""
+"""Words of captions in any language: tokenizers, subword models, and checks that a tokenizer fits the captions."""

@@ -1,4 +1,4 @@
-"""What goes wrong when a tokenizer does not fit the script of the captions."""
+"""Finds captions that show that the tokenizer does not fit their script."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from itertools import pairwise
 from raycap.pipeline.data.language.tokenizers import clusters, is_without_spaces
 from raycap.pipeline.runtime.names import quoted
 
-NORMALIZING = ("unicode", "characters", "subword")  # tokenizers that give all normal forms of a text equal words
+NORMALIZING = ("unicode", "characters", "subword")  # tokenizers that give the same words for all normal forms of a text
 MAX_SHOWN = 60  # characters of an example
 
 
 @dataclass
 class CaptionProblems:
-    """The captions that a tokenizer of `TOKENIZERS` does not split into words."""
+    """The captions that a tokenizer of `TOKENIZERS` splits badly."""
 
     tokenizer: str
     total: int = 0
     one_word: list[str] = field(default_factory=list)
     unsplit: int = 0  # captions of one word in a script without spaces between words
     cut: list[str] = field(default_factory=list)  # captions in which letters are split from their marks
-    composed: list[str] = field(default_factory=list)  # captions in the normal form NFC that differ from NFD
+    composed: list[str] = field(default_factory=list)  # captions that are in NFC, but not in NFD
     decomposed: list[str] = field(default_factory=list)  # captions that are not in NFC
     without_spaces: int = 0  # captions with a letter of a script without spaces between words
 
     def add(self, caption: str, words: Sequence[str]) -> None:
-        """Counts a caption and its words."""
+        """Checks a caption and the words that the tokenizer made of it."""
         self.total += 1
         if len(words) == 1:
             self.one_word.append(caption)
@@ -68,7 +68,7 @@ class CaptionProblems:
 
 
 def _first(captions: Sequence[str]) -> str:
-    """The first caption, shortened to MAX_SHOWN characters."""
+    """The first caption in quotes, cut to MAX_SHOWN characters."""
     return quoted(captions[0] if len(captions[0]) <= MAX_SHOWN else f"{captions[0][:MAX_SHOWN]}...")
 
 

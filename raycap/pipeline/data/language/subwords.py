@@ -1,7 +1,7 @@
 """Subword models: byte-pair encoding on the bytes of captions (Sennrich et al. 2016), by the package tokenizers.
 
-Every byte is a piece, so that any caption can be split into known pieces. A model is its list of merges, and a file
-needs to hold nothing else.
+Every byte is a piece, so that any caption can be split into known pieces. The list of merges determines a model, so a
+file needs nothing else.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 NUM_BYTES = 256
 MAX_MERGES = 2**17
 MAX_PIECE = 256  # bytes
-# A piece stays within a run of letters, a run of digits, or a run of other marks. The space before a run belongs to it.
+# A piece never crosses the end of a run of letters, of digits or of other marks. A run includes the space before it.
 # Zero-width joiners count as letters.
 _RUNS = r" ?[\p{L}\p{M}\x{200c}\x{200d}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+"
 
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """{character of a piece: its byte}. Printable bytes are themselves; the others are the characters from U+0100 on.
+    """{character in a piece: the byte that it represents}, GPT-2's table, which the package tokenizers uses.
 
-    This is GPT-2's table, which the package tokenizers uses.
+    A printable byte is represented by its own character, and the other bytes by the characters from U+0100 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]
@@ -39,7 +39,7 @@ def _byte_of() -> dict[str, int]:
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes of a piece. A character that stands for no byte is left out."""
+    """The bytes of a piece. Characters that represent no byte are left out."""
     byte_of = _byte_of()
     return bytes(byte_of[char] for char in piece if char in byte_of)
 
@@ -48,8 +48,8 @@ def piece_bytes(piece: str) -> bytes:
 class SubwordModel:
     """A byte-pair encoding. merges: pairs of pieces in the order in which they are merged.
 
-    Raises ValueError for more than MAX_MERGES merges, for a result of more than MAX_PIECE bytes, and for a part that is
-    neither a byte nor the result of an earlier merge.
+    Raises ValueError for more than MAX_MERGES merges, for a merged piece of more than MAX_PIECE bytes, and for a pair
+    with a piece that is neither a byte nor the result of an earlier merge.
     """
 
     merges: tuple[tuple[str, str], ...]
@@ -69,7 +69,7 @@ class SubwordModel:
 
     @classmethod
     def train(cls, captions: Iterable[str], num_pieces: int, min_count: int) -> SubwordModel:
-        """The model of these captions with at most `num_pieces` pieces, which include the bytes.
+        """Trains a model on raw captions. num_pieces: the largest number of pieces, with the bytes.
 
         A pair is merged if it occurs `min_count` times or more. The order of the captions does not matter. Raises
         ValueError if `num_pieces` is below the number of bytes.
@@ -87,12 +87,12 @@ class SubwordModel:
             max_token_length=MAX_PIECE,
         )
         tokenizer.train_from_iterator(map(_prepared, captions), trainer)
-        merges = json.loads(tokenizer.to_str())["model"]["merges"]  # no other form contains them
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]  # the package offers the merges only in JSON
         return cls(tuple((left, right) for left, right in merges))
 
     @property
     def pieces(self) -> list[str]:
-        """All pieces: the bytes, then the result of each merge."""
+        """All pieces: the bytes, then the results of the merges."""
         return list(dict.fromkeys([*_byte_of(), *map("".join, self.merges)]))
 
     def split(self, caption: str) -> list[str]:
@@ -103,7 +103,7 @@ class SubwordModel:
     def parts(self, pieces: Iterable[str]) -> list[str]:
         """The text that each piece adds to a caption.
 
-        A character of several pieces belongs to the last of them. Bytes that are no valid text are left out.
+        If a character consists of several pieces, the last piece adds it. Bytes that are no valid UTF-8 are left out.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         texts = [decoder.decode(piece_bytes(piece)) for piece in pieces]

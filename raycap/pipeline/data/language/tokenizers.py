@@ -1,8 +1,9 @@
 """The tokenizers of `data.tokenizer`: how each splits a caption, and how it joins tokens to a text.
 
-Two are those of the reference implementations, for English captions. Two work for any script, by Unicode's rules for
-text segmentation (UAX #29). These two first compose a caption (NFC), put it in lower case, and remove invisible marks
-of direction. Equal texts therefore have equal tokens in every normal form, and combining marks stay in their words.
+`expansionnet` and `spacy` are those of the reference implementations, for English captions. `unicode` and `characters`
+work for any script, by Unicode's rules for text segmentation (UAX #29). Both first compose a caption (NFC), put it in
+lower case, and remove invisible marks of direction. Equal texts therefore have equal tokens in every normal form, and
+combining marks stay in their words.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-_DROPPED = frozenset(".,?!:;-'`")  # tokens that `tokenize` leaves out
+_DROPPED = frozenset(".,?!:;-'`")  # characters that `tokenize` leaves out
 _TOKEN = re.compile(r"\w+|[^\w ]")
-# The rules of spaCy's English tokenizer that captions need. It splits contractions ("do n't", also without apostrophe),
-# the genitive ("man 's"), words at hyphens, and numbers from their units ("5 pm"). It splits no word or number at a
-# mark inside it ("6:30", "t.v", "at&t"), and some abbreviations keep their last dot ("p.m."). First come the endings of
-# contractions without an apostrophe, each with the words after which spaCy splits it.
+# The rules of spaCy's English tokenizer that captions need. spaCy splits contractions ("do n't", also without an
+# apostrophe), the genitive ("man 's"), words at hyphens, and numbers from their units ("5 pm"). Marks inside a word or
+# number ("6:30", "t.v", "at&t") and the last dot of some abbreviations ("p.m.") stay in the token.
+# _SPACY_ENDINGS: (ending of a contraction without apostrophe, the words after which spaCy splits this ending).
 _SPACY_ENDINGS = (
     ("nt", "ai are ca could dare did do does had has have is may might must need ought sha should was were wo would"),
     ("s", "he how she that there what when where who why"),
@@ -41,12 +42,12 @@ _SPACY = re.compile(
     r"|\w+(?:(?:[.';&]|[,:/](?=\d)|(?<=[^\W\d])-(?=\d))\w+)*(?:[-/](?!\S))?"
     r"|\.{2,}|[^\w\s]"
 )
-_SPACY_DROPPED = frozenset([*"'`.?!,:-;", "..."])  # marks that the reference leaves out; it keeps others, such as &
-# Soft hyphens, marks of direction, word joiners and byte order marks. Zero-width joiners and non-joiners are not among
-# them, because they change the spelling of words, for example in Persian and Sinhala.
+_SPACY_DROPPED = frozenset([*"'`.?!,:-;", "..."])  # marks that the reference leaves out, unlike others such as &
+# Soft hyphens, marks of direction, word joiners and byte order marks. Zero-width joiners and non-joiners are kept,
+# because these two change the spelling of words, for example in Persian and Sinhala.
 _INVISIBLE = re.compile("[\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
-# Scripts that are written without spaces between words. They are matched by Unicode's property `scx`, which includes
-# characters that scripts share, such as the prolonged sound mark of Hiragana and Katakana.
+# Scripts that are written without spaces between words. Patterns match them by Unicode's property `scx`, because it
+# includes characters that scripts share, such as the prolonged sound mark of Hiragana and Katakana.
 _SCRIPTS = (
     "Hani", "Hira", "Kana", "Bopo", "Yiii", "Thai", "Laoo", "Khmr", "Mymr", "Tale", "Talu", "Lana", "Tavt", "Java",
     "Bali",
@@ -67,7 +68,7 @@ def tokenize_like_spacy(caption: str) -> list[str]:
     """Lower-case tokens as spaCy splits English, without common punctuation (for the Meshed-Memory Transformer).
 
     The rules approximate spaCy: 20 of the 202,654 captions of COCO's val2014 have other tokens in spaCy 3.8.7. White
-    space is never a token; spaCy makes one of two spaces.
+    space is never a token, although spaCy makes a token of a double space.
     """
     pieces = _SPACY.findall(_SPACY_SUFFIX.sub(r"\1\2 ", caption.lower()))
     tokens = (token for piece in pieces for token in _SPACY_CONTRACTED.get(piece, (piece,)))
@@ -75,11 +76,11 @@ def tokenize_like_spacy(caption: str) -> list[str]:
 
 
 class _Patterns(NamedTuple):
-    """Compiled patterns of the package regex.
+    """Functions of compiled patterns of the package regex.
 
-    runs: divides a text into pairs, of which one part is empty. The first part is a letter of a script without spaces,
-    with its marks; the second one is the text up to the next such letter. starts_without_space: matches such a letter
-    at the start. finds_without_space: finds one anywhere.
+    words, clusters: the words and the grapheme clusters of a text. runs: divides a text into pairs (letter, ""), with a
+    letter of a script without spaces and its marks, and ("", others), with the text up to the next such letter.
+    starts_without_space: a match if a text starts with such a letter. finds_without_space: a match if it contains one.
     """
 
     words: Callable[[str], list[str]]
@@ -105,13 +106,14 @@ def _patterns() -> _Patterns:
 
 
 def _word_pattern() -> str:
-    """Matches a word by the rules WB4 to WB13b of UAX #29, or a letter by itself, but no run of connectors alone.
+    """The pattern of a word by the rules WB4 to WB13b of UAX #29, or of a single letter. Connectors alone do not match.
 
-    The flag WORD of the package regex differs from the rules if a mark precedes a colon or an apostrophe.
+    The flag WORD of the package regex is not used, because it breaks the rules if a mark precedes a colon or an
+    apostrophe.
     """
 
     def unit(*classes: str) -> str:
-        """Matches a character of these Word_Break classes, and the marks after it, which the rules ignore (WB4)."""
+        """The pattern of a character of these Word_Break classes with the marks after it, which WB4 ignores."""
         return "[" + "".join(rf"\p{{WB={name}}}" for name in classes) + "]" + marks
 
     marks = r"[\p{WB=Extend}\p{WB=Format}\p{WB=ZWJ}]*+"
@@ -132,7 +134,7 @@ def _word_pattern() -> str:
 def normalized(caption: str) -> str:
     """The caption composed (NFC), in lower case, and without invisible marks of direction.
 
-    The narrow no-break space, which stands before punctuation in French, becomes a space. Unicode's word boundaries
+    The narrow no-break space, which French has before punctuation, becomes a space, because Unicode's word boundaries
     would make it a part of the word.
     """
     if caption.isascii():
@@ -147,16 +149,16 @@ def has_word(text: str) -> bool:
 
 
 def unicode_words(caption: str) -> list[str]:
-    """The segments of a caption by Unicode's default word boundaries, without those that have no letter or digit.
+    """The words of a caption by Unicode's default word boundaries. Segments without a letter or digit are left out.
 
     Marks, joiners, apostrophes and decimal points inside a word do not split it. Scripts without spaces need
-    `characters`, because each Han character, Hiragana sign or Thai letter is a word here.
+    `characters`, because here each Han character, Hiragana sign or Thai letter is a word, to be joined with spaces.
     """
     return [word for word in _patterns().words(normalized(caption)) if has_word(word)]
 
 
 def characters(caption: str) -> list[str]:
-    """The characters of scripts without spaces, and the words of all others.
+    """The tokens of a caption: single characters of scripts without spaces, and words of all other scripts.
 
     In Han, Hiragana, Katakana, Thai, Lao, Khmer, Burmese and a few other scripts, each letter with its marks (an
     extended grapheme cluster and the marks after it) is a token. The text between such letters is split as
@@ -166,22 +168,22 @@ def characters(caption: str) -> list[str]:
     for letter, others in _patterns().runs(normalized(caption)):
         if others:
             words = _patterns().words(others)
-            # a sign of a script without spaces that has no letter before it is no word
+            # a mark of a script without spaces that has no letter before it is no word
             tokens += [word for word in words if has_word(word) and not _patterns().starts_without_space(word)]
-        elif has_word(letter):  # else marks without a letter
+        elif has_word(letter):  # marks without a letter are no token
             tokens.append(letter)
     return tokens
 
 
 def word_parts(tokens: list[str]) -> list[str]:
-    """The tokens with a space before each except the first; joined, they are a caption."""
+    """The tokens, each with a space before it except the first. Joined, the results are a caption."""
     return [f" {token}" if number else token for number, token in enumerate(tokens)]
 
 
 def character_parts(tokens: list[str]) -> list[str]:
-    """As `word_parts`, but without a space before and after a token of a script without spaces."""
+    """Like `word_parts`, but without a space before or after a token of a script without spaces."""
     parts = []
-    after_space = True  # no space is needed here
+    after_space = True  # True: the next token needs no space before it
     for token in tokens:
         without_space = _patterns().starts_without_space(token) is not None
         parts.append(token if after_space or without_space else f" {token}")
@@ -203,15 +205,15 @@ def clusters(text: str) -> list[str]:
 class Tokenizer:
     """How a caption is split, and how its tokens are joined.
 
-    parts: the text of each token with the space before it, if there is one.
+    split: makes tokens of a caption. parts: adds the spaces to tokens, so that the joined results are a caption.
     """
 
     split: Callable[[str], list[str]]
     parts: Callable[[list[str]], list[str]] = word_parts
 
 
-# `tokens` splits the annotation file's tokens, which `Dataset` holds joined with spaces. `subword` splits into words
-# here, to count and compare them; a caption's pieces depend on the vocabulary's model (`subwords.py`).
+# `tokens` splits a text of the annotation file's tokens joined with spaces (the column tokens of a data set). `subword`
+# splits into words here, to count and compare them. Only a vocabulary can split into pieces, by its subword model.
 TOKENIZERS: dict[str, Tokenizer] = {
     "expansionnet": Tokenizer(tokenize),
     "spacy": Tokenizer(tokenize_like_spacy),
@@ -223,10 +225,10 @@ TOKENIZERS: dict[str, Tokenizer] = {
 
 
 def text_column(tokenizer: str | None) -> str:
-    """The column of a data set that a tokenizer of `TOKENIZERS` splits; without one that of the raw captions."""
+    """The column of a data set that a tokenizer of `TOKENIZERS` splits. If it is None, that of the raw captions."""
     return "tokens" if tokenizer == "tokens" else "captions"
 
 
 def caption_words(tokenizer: str, caption: str) -> list[str]:
-    """The words of a raw caption, to count and compare them. For `tokens` they are those of `expansionnet`."""
+    """The words of a raw caption, to count and compare them. `tokens` cannot split one, so `expansionnet` does."""
     return TOKENIZERS["expansionnet" if tokenizer == "tokens" else tokenizer].split(caption)

@@ -1,7 +1,7 @@
 """Captions of synthetic scenes in English and Chinese, and the main object that such a caption names.
 
-A grammar has seven templates for scenes with two objects, and seven for one. All name the main object before the second
-one, and a color before its shape.
+A grammar has seven templates for scenes with two objects, and seven for scenes with one. All templates name the main
+object before the second object, and a color before its shape.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Forms = Mapping[str, tuple[str, ...]]
 class Grammar:
     """How a language describes a scene.
 
-    words: draws the words that fill in the templates for a scene. end: the mark after a caption. colors, shapes: how
-    captions write each color and shape, by its English name.
+    words: draws the words for the fields of the templates. end: the mark after a caption. colors, shapes: {English name
+    of a color or shape: the forms in which captions have it}.
     """
 
     pair_templates: tuple[str, ...]
@@ -40,7 +40,7 @@ class Grammar:
 
 
 def scene_captions(rng: random.Random, scene: Scene, language: str) -> list[str]:
-    """Five captions from five different templates."""
+    """Five captions of a scene, from five different templates. language: a key of GRAMMARS."""
     grammar = GRAMMARS[language]
     templates = grammar.single_templates if scene.second is None else grammar.pair_templates
     captions = []
@@ -51,12 +51,12 @@ def scene_captions(rng: random.Random, scene: Scene, language: str) -> list[str]
 
 
 def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
-    """The English names (color, shape) of the first object in a caption in a language of `GRAMMARS`.
+    """(color, shape) in English of the first object in a caption. language: the caption's, a key of `GRAMMARS`.
 
     None if the caption names no shape, or no color before its first shape.
     """
     names = _names_of_forms(language)
-    in_chinese = "|".join(map(re.escape, names))  # Chinese has no spaces between words
+    in_chinese = "|".join(map(re.escape, names))  # searched in the text, because Chinese has no spaces between words
     tokens = tokenize(caption) if language == "en" else re.findall(in_chinese, normalized(caption))
     color = None
     for kind, name in (names[token] for token in tokens if token in names):
@@ -68,7 +68,7 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
 
 @cache
 def _names_of_forms(language: str) -> dict[str, tuple[str, str]]:
-    """("color" or "shape", English name) by form, the longest form first."""
+    """{form in captions: ("color" or "shape", English name)}, the longest form first, so that it is matched first."""
     tables = (("color", GRAMMARS[language].colors), ("shape", GRAMMARS[language].shapes))
     names = {
         normalized(form): (kind, name) for kind, table in tables for name, forms in table.items() for form in forms
@@ -78,7 +78,7 @@ def _names_of_forms(language: str) -> dict[str, tuple[str, str]]:
 
 # English. A word for a background must not be the color of an object, because `main_object` would take it for one.
 _ENGLISH_SIZES = {"large": ("large", "big"), "medium": ("medium",), "small": ("small", "little")}
-# For each relation: words from the main object to the second one, and words from the second one to the main object.
+# {relation: (words as in "a star left of a circle", words as in "a star and a circle to its right")}
 _ENGLISH_RELATIONS = {
     "left": (("left of", "to the left of"), ("to its right", "on the right")),
     "right": (("right of", "to the right of"), ("to its left", "on the left")),
@@ -108,7 +108,7 @@ def _article(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-# Chinese: the noun and its measure word
+# Chinese. {shape: (noun, measure word)}
 _CHINESE_SHAPES = {
     "circle": ("圆形", "个"),
     "square": ("正方形", "个"),
@@ -154,7 +154,7 @@ def _chinese(rng: random.Random, scene: Scene) -> Words:
 
 
 def _chinese_names(role: str, item: SceneObject) -> Words:
-    """The object with its size and without it."""
+    """{field of the templates: an object's name}, with its size and without it. role: main or second."""
     noun, measure = _CHINESE_SHAPES[item.shape]
     color = f"{_CHINESE_COLORS[item.color]}{noun}"
     return {role: f"一{measure}{_CHINESE_SIZES[item.size]}{color}", f"plain_{role}": f"一{measure}{color}"}

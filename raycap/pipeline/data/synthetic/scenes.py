@@ -1,8 +1,8 @@
 """The synthetic data set: pictures of one or two colored shapes with captions, in Karpathy layout like COCO.
 
-The main object is the larger one, and every caption names it first. With equal sizes, "a circle left of a square" and
-"a square right of a circle" would both be correct. Image i depends only on the seed and i, so that a smaller data set
-is the beginning of a larger one.
+The main object is the larger one, and every caption names it first. If sizes were equal, "a circle left of a square"
+and "a square right of a circle" would both be correct. Image i depends only on the seed and i, so that a smaller data
+set is the beginning of a larger one.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ COLORS: dict[str, tuple[int, int, int]] = {
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 # The main objects of the split "novel". Other splits never combine these colors and shapes, but show each by itself.
 NOVEL = (("red", "star"), ("yellow", "circle"), ("green", "cross"), ("blue", "triangle"), ("purple", "square"))
-# None of these is in COLORS, so that the first color in a caption is that of the main object, in every language.
+# No background is in COLORS, so that the first color in a caption is that of the main object, in every language.
 BACKGROUNDS = {"white": (252, 252, 250), "gray": (208, 210, 214), "pink": (252, 218, 224), "cream": (246, 236, 204)}
 
-# Half the width of an object as a share of the image. The gaps between classes make clear which object is larger.
+# Half the width of an object, as a fraction of the image. The gaps between the sizes make clear which object is larger.
 EXTENTS = {"large": (0.26, 0.285), "medium": (0.155, 0.17), "small": (0.09, 0.105)}
 SIZE_PAIRS = (("large", "medium"), ("large", "small"))
 
 RELATIONS = ("left", "right", "above", "below", "behind")
-# Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main one.
+# Unit vectors (x, y); y points downwards. DIRECTIONS lead from the second object to the main object.
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "above": (0, -1), "below": (0, 1)}
 POSITIONS = {
     "in the middle": (0, 0),
@@ -58,23 +58,23 @@ POSITIONS = {
     "at the bottom": (0, 1),
 }
 
-# Shares of the image: where objects may start (left or top), where they must end, and the length between. LENGTH is not
-# END - START, because its rounding error would change the pictures.
+# Fractions of the image: where objects may start (left or top), where they must end, and the length between. LENGTH is
+# not written as END - START, because its rounding error would change the pictures.
 START, END, LENGTH = 0.03, 0.97, 0.94
-MAX_SLANT = 0.4  # the largest slant of the line between two centers: distance across the relation's axis / along it
-SINGLE_SHARE = 0.25  # share of pictures with only one shape
+MAX_SLANT = 0.4  # largest distance of two centers across the relation's axis, divided by that along it
+SINGLE_SHARE = 0.25  # fraction of pictures with only one shape
 SUPERSAMPLING = 4  # pictures are drawn at this many times their size, then reduced, for smooth edges
-# Raise this number when pictures or captions change: the marker file holds it, so that older folders are refused.
+# Raise this number when pictures or captions change. The marker file contains it, so that older folders are refused.
 FORMAT_VERSION = 1
 MARKER = "COMPLETE"
-REGION_NOISE = 0.2  # standard deviation; for one shape in 1,000 a wrong color has a larger feature than the right one
-REGION_JITTER = 0.01  # standard deviation of a box's corners, as a share of the picture
-REGION_WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6 are x0 y0 x1 y1, width, height as shares
+REGION_NOISE = 0.2  # standard deviation, at which one shape in 1,000 has a larger feature for a wrong color
+REGION_JITTER = 0.01  # standard deviation of a box's corners, as a fraction of the picture
+REGION_WIDTH = len(COLORS) + len(SHAPES) + len(BACKGROUNDS) + 6  # the last 6: x0 y0 x1 y1, width and height
 
 
 @dataclass(frozen=True)
 class SceneObject:
-    """One shape; `x`, `y` (center) and `extent` (half width) as shares of the image, `angle` in degrees."""
+    """One shape. x, y (center) and extent (half width): fractions of the image. angle: in degrees."""
 
     color: str
     shape: str
@@ -93,12 +93,12 @@ class Scene:
     background: str
     main: SceneObject
     second: SceneObject | None
-    relation: str | None  # of the main object to the second one
-    position: str | None  # of a main object that is alone
+    relation: str | None  # where the main object is, relative to the second object
+    position: str | None  # where the main object is, if there is no second object
 
 
 def make_scene(seed: int, index: int, language: str = "en") -> tuple[Scene, list[str]]:
-    """The scene of image `index` and its five captions, each of which names the main object first.
+    """The scene of the image with this index, and its five captions, which all name the main object first.
 
     The scene does not depend on the language of the captions.
     """
@@ -110,7 +110,7 @@ def make_scene(seed: int, index: int, language: str = "en") -> tuple[Scene, list
     if rng.random() < SINGLE_SHARE:
         scene = _single(rng, split, background, main)
     else:
-        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # another color
+        second = rng.choice([pair for pair in familiar if pair[0] != main[0]])  # not the main object's color
         scene = _pair(rng, split, background, main, second)
     return scene, scene_captions(rng, scene, language)
 
@@ -120,7 +120,7 @@ def _single(rng: random.Random, split: str, background: str, main: tuple[str, st
     size = rng.choice(("large", "medium"))
     extent = rng.uniform(*EXTENTS[size])
     position, (dx, dy) = rng.choice(list(POSITIONS.items()))
-    reach = END - extent - 0.5  # an object whose center is this far from the middle reaches the picture's margin
+    reach = END - extent - 0.5  # at this distance of its center from the middle, an object touches the margin
     # Along the position's direction the object is near the margin, and across it near the middle.
     x, y = (0.5 + d * rng.uniform(0.75, 1.0) * reach if d else 0.5 + rng.uniform(-0.06, 0.06) for d in (dx, dy))
     main_object = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
@@ -146,15 +146,15 @@ def _pair(rng: random.Random, split: str, background: str, main: tuple[str, str]
 def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -> list[list[float]]:
     """Centers [x, y] of the main and the second object, which do not overlap along the relation's axis.
 
-    MAX_SLANT limits their distance across this axis, so that "left of" is never also "above". extents: half the widths
-    of the two objects.
+    MAX_SLANT limits the distance across this axis, so that "left of" is never also "above". extents: half the widths of
+    the two objects.
     """
     room = LENGTH - 2 * sum(extents)
     gap = rng.uniform(0.03, max(0.03, 0.6 * room))  # between the two objects
     distance = sum(extents) + gap
     start = START + rng.uniform(0, max(0.0, room - gap))
     axis = 0 if DIRECTIONS[relation][0] else 1
-    # The object with the smaller coordinate comes first: 0 is the main object, 1 the second one.
+    # `first` is the object with the smaller coordinate: 0 for the main object, 1 for the second one.
     first = 0 if DIRECTIONS[relation][axis] < 0 else 1
     along = [start + extents[first]] * 2  # coordinates of the two centers on the relation's axis
     along[1 - first] += distance
@@ -176,7 +176,7 @@ def draw_scene(scene: Scene, image_size: int) -> Image.Image:
 
 
 def _outline(item: SceneObject) -> list[tuple[float, float]]:
-    """The corners of a rotated shape, as shares of the image."""
+    """The corners (x, y) of a rotated shape, as fractions of the image."""
     # Corners before rotation, around (0, 0), as multiples of the extent.
     arm, end = 0.32, 0.95  # of a cross: half the width of an arm, and its length from the center
     half_cross = [(-arm, -end), (arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm)]
@@ -199,10 +199,10 @@ def _radial(radii: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def write_dataset(folder: Path, config: SceneConfig) -> None:
-    """Writes `dataset.json` (Karpathy's layout) and `images/*.png` into `folder`; a failure leaves no folder.
+    """Writes `dataset.json` (Karpathy's layout) and `images/*.png` into a new folder. A failure leaves no folder.
 
-    A complete folder of the same configuration is left unchanged. Raises UserError when the folder holds other files;
-    existing files are never overwritten.
+    A complete folder of the same configuration is left unchanged. Raises UserError if the folder contains other files,
+    because existing files are never overwritten.
     """
     marker = json.dumps({"format": FORMAT_VERSION, **asdict(config)})
     if _is_complete(folder, marker):
@@ -215,12 +215,12 @@ def write_dataset(folder: Path, config: SceneConfig) -> None:
             (partial / "dataset.json").write_text(content, "utf-8")
             (partial / MARKER).write_text(marker, "utf-8")
     except OSError:
-        if not _is_complete(folder, marker):  # else another process has just written the same files
+        if not _is_complete(folder, marker):  # if it is complete, another process has just written it
             raise
 
 
 def _is_complete(folder: Path, marker: str) -> bool:
-    """True if the folder holds the data set of `marker`, false if it is empty. Raises UserError for other content."""
+    """True if the folder has the data set of this marker, false if it is empty. Raises UserError for other content."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / MARKER).is_file() or (folder / MARKER).read_text("utf-8") != marker:
@@ -253,7 +253,7 @@ def _write_image(folder: Path, config: SceneConfig, index: int) -> Values:
 def main_object_hits(
     predictions: Mapping[object, str], references: Mapping[object, Sequence[str]], language: str = "en"
 ) -> dict[Any, bool]:
-    """For each image id, whether the predicted caption names the color and shape of the references' main object.
+    """{image id: true if the predicted caption names the color and shape of the references' main object first}.
 
     Raises ValueError if the arguments have different images, or if the references of an image do not all name the same
     main object, as those of the synthetic data set do.
@@ -273,31 +273,31 @@ def main_object_hits(
 
 
 def regions_file_name(config: SceneConfig) -> str:
-    """The name of a file of regions, with a hash of everything that determines its content."""
+    """The name of the HDF5 file of a data set's regions, with a hash of everything that determines its content."""
     scenes = {key: value for key, value in asdict(config).items() if key != "language"}  # regions have no words
     settings = json.dumps([scenes, REGION_NOISE, REGION_JITTER, REGION_WIDTH], sort_keys=True)
     return f"synthetic-regions-{hashlib.sha256(settings.encode()).hexdigest()[:10]}.hdf5"
 
 
 def scene_regions(config: SceneConfig) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(image id, features (R, REGION_WIDTH), boxes (R, 4)) of every scene, float32, with the ids of `write_dataset`."""
+    """Yields (image id as in `write_dataset`, features (R, REGION_WIDTH), boxes (R, 4)) of every scene, in float32."""
     for index in range(config.num_images):
         scene, _ = make_scene(config.seed, index)
         yield index + 1, *regions_of(scene, np.random.default_rng([config.seed, index]), config.image_size)
 
 
 def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Simulated detector features (R, REGION_WIDTH) and boxes (R, 4), corners x0 y0 x1 y1 in pixels, of one scene.
+    """Simulates a detector: features (R, REGION_WIDTH) and boxes (R, 4), x0 y0 x1 y1 in pixels, of one scene.
 
     The regions are the whole picture and each shape, sorted by size. Features start with one number for each color,
-    shape and background: 1 if the region has it, 0 otherwise, plus noise. The position and size of the box follow, as
-    in bottom-up features.
+    shape and background: 1 if the region has it, 0 otherwise, plus noise. The corners, width and height of the box
+    follow, as fractions of the picture.
     """
     shapes = [shape for shape in (scene.main, scene.second) if shape is not None]
     boxes = [
         (item.x - item.extent, item.y - item.extent, item.x + item.extent, item.y + item.extent) for item in shapes
     ]
-    corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as shares of the picture
+    corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as fractions of the picture
     corners[1:] += rng.normal(0, REGION_JITTER, corners[1:].shape)
     corners = corners.clip(0, 1)
     evidence = np.stack([_evidence(scene.background, shape) for shape in (None, *shapes)])
@@ -309,6 +309,6 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
 
 
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:
-    """The features of a region before noise, position and size are added. shape: None for the whole picture."""
+    """The features of a region before noise, position and size are added. If shape is None: of the whole picture."""
     attributes = (background,) if shape is None else (shape.color, shape.shape)
     return np.array([float(name in attributes) for name in (*COLORS, *SHAPES, *BACKGROUNDS)])
