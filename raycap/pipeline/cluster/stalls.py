@@ -22,7 +22,7 @@ from raycap.pipeline.storage.s3 import OutageError, StorageError
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-QUIET_S = 120.0  # how long the first message waits, because the first batch and the first step take long
+QUIET_S = 120.0  # how long a stage may be quiet before the first message, because its first batch and step take long
 MAX_INIT_DEATHS = 3  # how many actors in a row may die while they start, for example for lack of memory
 MAX_STORAGE_RETRIES = 5  # how often a task is repeated if its requests to the storage have failed
 SIGNAL = signal.SIGUSR1  # not SIGINT or SIGTERM, because they stop the command
@@ -147,7 +147,7 @@ def repeat_interrupted_tasks() -> None:
 
 @contextmanager
 def one_sentence(stage: str) -> Iterator[None]:
-    """Turns a task's StorageError into one line, and the loss of a process into JobFailedError."""
+    """In the context, cuts a task's StorageError to one line, and turns the loss of a process into JobFailedError."""
     from ray.exceptions import RayError, RayTaskError
 
     try:

@@ -39,7 +39,7 @@ JOIN_WAIT_S = 10.0
 AGENTS_S = 3.0  # how long Ray's agents have to end before they are killed
 
 Stage = Literal["images", "features", "dry run", "training", "captions"]
-LARGEST: tuple[Stage, Stage] = ("training", "features")  # one of these needs the most resources
+LARGEST: tuple[Stage, Stage] = ("training", "features")  # one of these stages needs the most resources
 
 
 def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
@@ -106,7 +106,7 @@ def cluster_address(address: str | None) -> str | None:
 def check_address(address: str | None) -> None:
     """Raises UserError unless the address (or RAY_ADDRESS) has a form that Ray accepts.
 
-    If there is no address, sets a variable that Ray reads when it is imported, so call this before `import ray`.
+    If there is no address, sets a variable that Ray reads when it is imported. So `import ray` must come later.
     """
     address = cluster_address(address)
     if not address:
@@ -189,7 +189,7 @@ def _start_local_ray(**options: Any) -> None:
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # children inherit the token, so no file needs it
         remember_variable("RAY_AUTH_TOKEN", token)
-    # Torch's workers then exchange gradients on the loopback interface, which other machines cannot reach.
+    # With this setting, Torch's workers exchange gradients on the loopback interface, which no other machine can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import ray
 

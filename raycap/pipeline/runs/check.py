@@ -96,7 +96,6 @@ def check_data(
         _check_unknown(result, dataset.split(config.data.val_split), vocabulary, fitting)
     except UserError as error:  # no vocabulary can be built from the captions
         result.error(str(error))
-    # If the run reads region features, the image files are not decoded.
     failed = _decode_all(unchecked, config) if config.has_backbone else missing_regions(unchecked, config)
     _check_images(result, unchecked, config, missing, failed)
     _check_duplicates(result, dataset, config)

@@ -59,7 +59,7 @@ def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig |
     if home is not None:
         prune_copies(keep=path)
         with try_lock(path) as has_lock:
-            if has_lock:  # a process with the lock writes to the copy, which is then newer than the original
+            if has_lock:  # otherwise another process writes to the copy, so the copy is newer than the original
                 Mirror(home, path).pull()
     return RunFolder(path, config or stored_config(path), home)
 
@@ -266,7 +266,7 @@ class RunFolder:
             return values
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
-        """Raises DamagedError if a file that the run needs cannot be read in the context. The error has a remedy."""
+        """Raises DamagedError, with a remedy, if a file that the run needs cannot be read in the context."""
         return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
 
     def token(self, name: str) -> str:
@@ -300,7 +300,7 @@ class RunFolder:
         return self.path / "stages" / name
 
     def result(self, name: str) -> StageResult | None:
-        """The result of a stage, or None if the stage is not finished. Raises DamagedError."""
+        """The result of a stage, or None if the stage is not finished. Raises DamagedError if its file is damaged."""
         path = self.stage(name) / "DONE.json"
         if not path.is_file():
             return None
@@ -321,7 +321,7 @@ class RunFolder:
         return max(reversed(kept), key=lambda item: item[1].best_score)[0]
 
     def delivered_weights(self, part: str) -> Path:
-        """The file with the weights of `part` (model or backbone) that the run delivers. Raises DamagedError."""
+        """The file with the delivered weights of `part` (model or backbone). Raises DamagedError if it is missing."""
         stage = self.delivered()
         return self._initial_weights(part) if stage is None else self.weights_after(stage, part)
 
@@ -331,7 +331,7 @@ class RunFolder:
         return stages[: stages.index(stage)]
 
     def weights_after(self, stage: StageSection, part: str) -> Path:
-        """The file with the weights of `part` (model or backbone) after a finished stage, which need not be kept.
+        """The file with the weights of `part` (model or backbone) after a finished stage, even one that was not kept.
 
         If the stage trained the part, the file has the best weights of the stage. Otherwise it has the weights that the
         stage started from. Raises DamagedError if the file is missing.
@@ -354,7 +354,10 @@ class RunFolder:
         return self._initial_weights(part)
 
     def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
-        """The file with the best weights of a part, or None if the stage did not train it. Raises DamagedError."""
+        """The file with a part's best weights, or None if the stage did not train the part.
+
+        Raises DamagedError if a file with best weights is missing.
+        """
         folder = self.stage(stage.name)
         best = folder / f"best-{result.best_step}"
         for trained in ("model", part) if stage.train_backbone else ("model",):

@@ -36,7 +36,7 @@ def run_identity(config: RunConfig, fingerprint: str) -> str:
 
 
 def config_identity(config: RunConfig) -> str:
-    """A hash of the configuration keys that affect the result. Other keys have a mark of `models.config.Identity`.
+    """A hash of the configuration keys that affect the result. Keys without effect are marked (`config.Identity`).
 
     The location of the data set is left out, because `run_identity` adds a fingerprint of its content. Raises
     UserError if a bundle or an HDF5 file is missing.

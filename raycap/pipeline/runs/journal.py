@@ -1,7 +1,7 @@
 """The run's journal: metrics as JSON lines, which rank 0 writes and the driver reads.
 
-The terminal, the tracker and the report read the journal. Training writes only the journal, so that a tracker that is
-down does not stop it. Every entry has the keys stage, kind, step and time (seconds since the epoch), and further keys:
+The terminal, the tracker and the report read the journal. Training writes only the journal, so a tracker that is down
+does not stop training. Every entry has the keys stage, kind, step and time (seconds since the epoch), and further keys:
 
     train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
     validation  CIDEr-D, best, seconds
@@ -24,7 +24,7 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # seconds between two uploads or two downloads of a journal on S3
-PART_BYTES = 2**18  # A part of this size is full. It has about 1,000 entries.
+PART_BYTES = 2**18  # A part of this size is full, with about 1,000 entries.
 
 Entry = Values
 

@@ -4,9 +4,9 @@ A sample is an image with `captions_per_image` captions. If cross entropy uses o
 (image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone, so a stage
 can resume at any step with any number of workers.
 
-The order of samples is a permutation that depends on seed and epoch. It is computed position by position, without a
-table, by a keyed Feistel network over the next power of four. Values outside the data set are permuted again until
-they are inside (cycle walking).
+The order of samples is a permutation that depends on seed and epoch. A keyed Feistel network over the next power of
+four computes each position of the permutation alone, without a table. Values outside the data set are permuted again
+until they are inside (cycle walking).
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> 
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
-    """The micro-batch that needs the most memory: the largest, with the longest training captions, random features."""
+    """The micro-batch that needs the most memory: the largest, with random features and the longest captions."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
     captions = CaptionTokens.of(train, folder.vocabulary)

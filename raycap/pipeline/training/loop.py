@@ -76,7 +76,7 @@ class StageJob:
 def train_stages(context: Context, job: StageJob) -> None:
     """Runs the unfinished stages of a job one after the other, and then captions `caption_split`, if there is one.
 
-    Ends early if `context.must_stop` says so.
+    Ends early if `context.must_stop()` is true.
     """
     require_driver(job.folder, job.driver_token)  # checked first, because `on_worker` removes copies of other drivers
     folder = job.folder.on_worker(job.driver_token)
@@ -292,7 +292,7 @@ class StageRun:
             with float32_products(self.stage.precision), exchange:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
-                # The global loss is the sum over the workers, but DDP averages gradients, so this loss is multiplied.
+                # The global loss is the sum over the workers, but DDP averages gradients, hence the factor.
                 (output.loss * self.context.world_size).backward()
             metrics = summed(metrics, output.metrics)
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
@@ -443,7 +443,7 @@ def caption_split(
 
 
 def _delivered_captioner(folder: RunFolder) -> Captioner:
-    """The captioner that a run delivers. It has a backbone only if the run has trained it."""
+    """The captioner that a run delivers, with a backbone only if the run has trained the backbone."""
     config = folder.config
     model = build_model(config.model, folder.metadata.sizes)
     load_weights(model, folder.delivered_weights("model"))

@@ -57,8 +57,8 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
-# A reward takes captions (R, T) and the rows (R,) of their images. It returns the captions' rewards (R,) float64, and
-# the summands of the rewards by name (`WeightedReward`).
+# A reward takes captions (R, T) and the rows (R,) of their images. The result is the rewards (R,) float64, and the
+# summands of the rewards by name (`WeightedReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 # An objective takes the wrapped module, the captioner inside it, the batch, and a generator for sampling. The loss must
@@ -246,7 +246,7 @@ def _draw(
     generator: torch.Generator,
     masks: CaptionMasks | None = None,
 ) -> Tensor:
-    """Draws n captions per image. Returns token ids (B * n, T). masks: the model's dropout masks, if it has dropout."""
+    """Draws n captions per image. Returns token ids (B * n, T). masks: dropout masks that the model uses, or None."""
     count, length = section.num_samples, section.max_length
     if section.sampler == "multinomial":
         rules = ScoreRules(Decoding(sampling=True, temperature=section.temperature))
@@ -286,7 +286,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) ->
     log_probs = logits.log_softmax(-1)
     rest = smoothing / (logits.shape[-1] - 1)  # the probability of each class that is not the target
     of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
-    # The sum over all classes gives the target the weight `rest`, so the first term adds only the rest of its weight.
+    # The sum over all classes gives the target the weight `rest`, so the first term adds only the difference.
     negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
     negative_entropy = (1 - smoothing) * math.log(1 - smoothing) + smoothing * math.log(rest)
     return negative_entropy * len(targets) - negative_cross_entropy.sum()

@@ -71,7 +71,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[Values]:
-    """The trainable parameters in groups of equal settings. A group lists the settings that the optimizer lacks.
+    """The trainable parameters in groups of equal settings. A group lists only what differs from the optimizer.
 
     The setting lr_factor multiplies the learning rate. For the backbone, the factor is
     backbone_lr_factor x layer_decay^(number of layers above the parameter's), as in BEiT (Bao et al. 2022), with the

@@ -234,7 +234,7 @@ class StageOutput:
         for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
         self._best_steps = [*self._best_steps, record["best_step"]][-NUM_CHECKPOINTS:]
-        if len(self._best_steps) == NUM_CHECKPOINTS:  # before, a checkpoint of an earlier process may need others
+        if len(self._best_steps) == NUM_CHECKPOINTS:  # otherwise an earlier process's checkpoint may need them
             self._remove_best_before(min(self._best_steps))
         self._upload()
 

@@ -201,7 +201,7 @@ class HashTable:
     A bucket has about one key, so a look-up takes about two memory accesses. A binary search would take twenty.
     """
 
-    keys: Tensor  # (size + 1,). The last one is padding, so that the position after the last key can be read.
+    keys: Tensor  # (size + 1,). The last key is padding, so that the position after the last key can be read.
     start: Tensor  # (buckets + 1,). The position of each bucket's first key, and the end of the last bucket.
 
     @classmethod

@@ -61,7 +61,7 @@ class CiderDReward:
         ids = dict(vocabulary.ids) if vocabulary.subwords is None else {EOS: 0}
 
         def encoded() -> Iterator[list[list[int]]]:
-            """The captions of each image. A word without an id gets the next free one."""
+            """The captions of each image as word ids. A word without an id gets the next free id."""
             for texts in references:
                 captions = [[ids.setdefault(word, len(ids)) for word in self._words(text)] for text in texts]
                 if len(captions) > 1 and len(with_several) < 1000:
