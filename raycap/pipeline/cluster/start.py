@@ -120,7 +120,7 @@ def check_address(address: str | None) -> None:
 
 
 def stage_resources(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
-    """The processes that a stage needs before it can make progress: the resources of each process."""
+    """The resources of each process that must run before a stage can make progress."""
     workers, features = config.workers, config.features
     if stage == "images":
         return [{"CPU": 1}]

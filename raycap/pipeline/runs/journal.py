@@ -32,7 +32,7 @@ Entry = Values
 class Journal:
     """Appends the entries of one stage. Each writer begins a new part, so that no two writers use the same file.
 
-    The first entry is "resume", by which earlier entries of the stage after `step` no longer count.
+    The first entry has the kind "resume", so earlier entries of the stage after `step` no longer count.
     """
 
     def __init__(self, folder: Path, stage: str, step: int) -> None:
@@ -67,7 +67,7 @@ class Journal:
 
 
 def read_journal(folder: Path) -> list[Entry]:
-    """The entries without those of repeated steps. If a writer was killed, its incomplete last line is skipped."""
+    """All entries except earlier entries of repeated steps. The incomplete last line of a killed writer is skipped."""
     entries: list[Entry] = []
     for part in _parts(folder):
         for entry in _parse(read_regular_file(part)):  # refuses a pipe, because opening it would wait for a writer

@@ -1,6 +1,6 @@
 """Checks of the storage, of named files and of the model's sizes, before a command writes or starts anything.
 
-A mistake that the user can correct raises UserError. At this time no file has been written, so none is left behind.
+A mistake that the user can correct raises UserError before any file has been written, so no file is left behind.
 """
 
 from __future__ import annotations

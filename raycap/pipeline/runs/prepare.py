@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
-# Model keys that may differ from those of the bundle of `init_from`, because its weights fit in spite of them.
+# Model keys that may differ from the bundle of `init_from`, because the bundle's weights fit for any of their values.
 MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}
 
 

@@ -113,7 +113,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Adds the current weights, which are those after the step with this number."""
+        """Updates the average with the current weights. step: the number of the optimizer step that made them."""
         decay = min(self.decay, (1 + step) / (WARM_UP_STEPS + step))
         for name, parameter in self.parameters.items():
             self.weights[name].lerp_(parameter, 1 - decay)

@@ -293,7 +293,7 @@ class Ragged:
         starts = np.cumsum(self.lengths) - self.lengths
         for numbers, width in by_length(torch.from_numpy(self.lengths)):
             rows = numbers.numpy()
-            # Positions after the end of a caption are those of other captions' words, which serve as padding.
+            # Positions after the end of a caption point to words of other captions, which serve as padding.
             positions = starts[rows, None] + np.arange(width)
             words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
             yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
