@@ -1,6 +1,6 @@
 """Asks a Ray cluster for the resources of a stage before the stage starts, and reports what it waits for.
 
-Without this, a request that no node can serve looks like a slow start and never ends.
+Without this check, a request that no node can serve looks like a slow start and never ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ClusterStatus:
 
     @property
     def text(self) -> str:
-        """The nodes and the requests, as a clause of a sentence."""
+        """The nodes and the waiting requests, as a clause for messages."""
         nodes = [readable(node) for node in self.nodes if node.get("CPU") or node.get("GPU")]
         parts = [f"nodes: {counted(nodes)}" if nodes else "no node has CPUs"]
         if self.num_starting:
@@ -51,7 +51,10 @@ class ClusterStatus:
         return "; ".join(parts)
 
     def fits(self, requests: Sequence[Resources]) -> bool:
-        """Whether the live nodes could serve all requests at the same time if nothing else ran on them."""
+        """True if the live nodes, with nothing else running on them, can serve all requests at the same time.
+
+        The requests are placed one after another, the largest first, each on the first node with room for it.
+        """
         free = [dict(node) for node in self.nodes]
         for request in sorted(requests, key=lambda resources: -sum(resources.values())):
             wanted = request.items()
@@ -64,7 +67,7 @@ class ClusterStatus:
 
 
 def cluster_status() -> ClusterStatus:
-    """The cluster's state. Ray must have been started."""
+    """The cluster's current nodes and waiting requests. Ray must have been started."""
     import ray
     from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -91,10 +94,13 @@ def wait_for(
     limit_name: str = "workers.max_wait_minutes",
     remedy: str = REMEDY,
 ) -> None:
-    """Waits until the cluster can serve all requests at once, so that its autoscaler starts all missing nodes together.
+    """Waits until the cluster can serve all requests of a stage at the same time.
 
-    It logs what is pending at once and every 30 s. After `limit_s` it raises WaitedTooLongError. requests: the
-    resources of each process of the stage. limit_name: the setting of the limit. remedy: what a user can lower.
+    The requests form one placement group, so that an autoscaler starts all missing nodes together. While it waits, the
+    function logs what is pending, at once and then every 30 s. Raises WaitedTooLongError after `limit_s` seconds.
+
+    requests: the resources of each process of the stage. limit_name: the key of the limit in the configuration, for the
+    error. remedy: what a user can lower, for the error.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -128,4 +134,5 @@ def readable(resources: Resources) -> str:
 
 
 def counted(items: Sequence[str]) -> str:
+    """The distinct items with their counts, such as "2 x (1 CPU), 1 x (4 CPU)"."""
     return ", ".join(f"{count} x ({item})" for item, count in Counter(items).items())

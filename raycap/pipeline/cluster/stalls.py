@@ -1,6 +1,6 @@
 """Reports a stage on a Ray cluster that makes no progress, and ends it after a limit.
 
-Without this, a stage whose node is lost and not replaced, or whose process hangs, looks like a slow one.
+Without this watch, a stage looks slow when in fact a process hangs, or a node was lost and not replaced.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from raycap.pipeline.storage.s3 import OutageError, StorageError
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-QUIET_S = 120.0  # the time without progress before the first message, because the first step and batch take long
-MAX_INIT_DEATHS = 3  # so many actors in a row may die while they start, for example because memory is short
-MAX_STORAGE_RETRIES = 5  # a task is repeated so often if it fails because its requests to the storage have failed
-SIGNAL = signal.SIGUSR1  # SIGINT and SIGTERM stop the command
+QUIET_S = 120.0  # how long a stage may be quiet before the first message, because its first batch and step take long
+MAX_INIT_DEATHS = 3  # how many actors in a row may die while they start, for example for lack of memory
+MAX_STORAGE_RETRIES = 5  # how often a task is repeated if its requests to the storage have failed
+SIGNAL = signal.SIGUSR1  # not SIGINT or SIGTERM, because they stop the command
 
 
 class StalledError(JobFailedError):
@@ -36,8 +36,9 @@ class StallWatch:
     """Watches a stage in a `with` block of the main thread. The stage calls `progressed` when it makes progress.
 
     After two minutes without a call, a background thread logs the nodes and the pending requests every 30 s. After
-    `workers.max_stall_minutes` the block ends with StalledError. The background thread causes this by a signal, because
-    the main thread waits inside Ray. limit_name: the setting of the limit. remedy: what to do, for the error.
+    `workers.max_stall_minutes` the block ends with StalledError. The background thread ends it by a signal, because the
+    main thread waits inside Ray. limit_name: the key of the limit in the configuration, for the error. remedy: what to
+    do, for the error.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class StallWatch:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
         try:
-            self._thread.join()  # after this no signal comes
+            self._thread.join()  # a thread that has ended sends no signal, so the earlier handler can be restored
         finally:
             signal.signal(SIGNAL, self._earlier_handler)
         if self._error is not None and kind is KeyboardInterrupt:
@@ -75,9 +76,9 @@ class StallWatch:
     def stream(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], options: Any) -> Iterator[Any]:
         """Calls a generator function in one Ray task per element of `calls`. Yields the tasks' values as they come.
 
-        Each value counts as progress. If a node is lost, Ray repeats its task and leaves out the values that it has
-        delivered. A task must therefore yield the same values again. options: of the tasks. Errors are those of
-        `one_sentence`.
+        Each value counts as progress. If a node is lost, Ray repeats its tasks and leaves out as many values as were
+        delivered before, so a repeated task must yield the same values. calls: the arguments of each task. options: the
+        tasks' options of Ray. Raises the errors of `one_sentence`.
         """
         import ray
 
@@ -95,7 +96,7 @@ class StallWatch:
                 yield value
 
     def _watch(self) -> None:
-        """Runs in the background thread."""
+        """Logs a stall and ends the block, as the class describes. Runs in the background thread."""
         quiet_s = min(QUIET_S, self.limit_s / 2)
         progress_at = message_after_s = 0.0
         while not self._stop.wait(POLL_S):
@@ -107,7 +108,7 @@ class StallWatch:
                     f"{self.stage} finished nothing within {self.limit_name} ({self.limit_s / 60:g} min); "
                     f"{situation()}; {self.remedy}"
                 )
-                if not self._stop.is_set():  # the report of the situation takes time
+                if not self._stop.is_set():  # the block may have ended while `situation` asked the cluster
                     signal.pthread_kill(self._main_thread, SIGNAL)
                 return
             if idle_s > message_after_s:
@@ -116,7 +117,7 @@ class StallWatch:
 
 
 def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """The signal's handler. Ray ignores exceptions of other types while the main thread waits in it."""
+    """Handles SIGNAL. Raises KeyboardInterrupt, because Ray ignores other exceptions while the main thread waits."""
     raise KeyboardInterrupt
 
 
@@ -124,13 +125,13 @@ def situation() -> str:
     """What a stage or a search waits for, as a clause of a sentence."""
     try:
         status = cluster_status()
-    except Exception as error:  # an error of any type would end the thread that reports
+    except Exception as error:  # whatever its type, it must not end the thread that reports
         return f"the cluster does not report its state ({' '.join(str(error).split())})"
     return status.text if status.pending else f"{status.text}; no request is pending, so a process is slow or hangs"
 
 
 def repeat_interrupted_tasks() -> None:
-    """Makes Ray Data repeat tasks that an outage of the storage has interrupted, as it does for lost nodes.
+    """Makes Ray Data repeat tasks that an outage of the storage has interrupted, as Ray does for lost nodes.
 
     Tasks must be safe to repeat.
     """
@@ -146,14 +147,14 @@ def repeat_interrupted_tasks() -> None:
 
 @contextmanager
 def one_sentence(stage: str) -> Iterator[None]:
-    """Turns a task's StorageError into one line, and the loss of a process into JobFailedError."""
+    """In the context, cuts a task's StorageError to one line, and turns the loss of a process into JobFailedError."""
     from ray.exceptions import RayError, RayTaskError
 
     try:
         yield
     except RayTaskError as error:
         if isinstance(error.cause, StorageError):
-            raise type(error.cause)(str(error.cause).splitlines()[0]) from error  # Ray Data adds lines
+            raise type(error.cause)(str(error.cause).splitlines()[0]) from error  # Ray Data appends lines
         raise
     except RayError as error:
         reason = " ".join(str(error).split())

@@ -1,8 +1,8 @@
 """Starts Ray on this machine for this user alone, or joins a cluster.
 
-The processes of a Ray that is started here listen on the loopback interface, and ask for a token that only this process
-and its children have. Logs and sockets are in a folder that only this user can open. docs/cluster.md names what Ray
-leaves open.
+If Ray is started here, its processes listen on the loopback interface, and ask for a token that only this process and
+its children have. Logs and sockets are in a folder that only this user can open. docs/cluster.md lists the ports that
+Ray leaves open.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from raycap.pipeline.runtime.stopping import restoring_handlers
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 512 * 2**20  # little is needed, because workers read features and models from the storage
+OBJECT_STORE_BYTES = 512 * 2**20  # enough, because workers read features and models from the storage
 
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
-AGENTS_S = 3.0  # Ray's agents get this time to end
+AGENTS_S = 3.0  # how long Ray's agents have to end before they are killed
 
 Stage = Literal["images", "features", "dry run", "training", "captions"]
-LARGEST: tuple[Stage, Stage] = ("training", "features")  # the stages that may ask for the most
+LARGEST: tuple[Stage, Stage] = ("training", "features")  # one of these stages needs the most resources
 
 
 def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
-    """Joins the Ray at `address` (or RAY_ADDRESS), or starts one on this machine. Later calls use the same Ray.
+    """Joins the Ray cluster at `address` (or RAY_ADDRESS), or starts Ray on this machine. Later calls use the same Ray.
 
-    On a cluster it waits until the processes of `stage` can be placed, and raises WaitedTooLongError after
-    `workers.max_wait_minutes`. A Ray that this process starts ends with the process, also if that is killed. Raises
-    UserError if this machine does not have what training and features need.
+    On a cluster, waits until the processes of `stage` can be placed, and raises WaitedTooLongError after
+    `workers.max_wait_minutes`. On this machine, raises UserError if training or features need more than the machine
+    has. If this process starts Ray, Ray ends with the process, even if the process is killed.
     """
     needed_cpus = max(sum(process["CPU"] for process in stage_resources(config, each)) for each in LARGEST)
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
@@ -60,15 +60,15 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
 
 
 def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
-    """Starts or joins Ray for an extraction. Returns the watch that ends a stalled one."""
+    """Starts or joins Ray for an extraction. Returns the watch that ends the extraction if it stalls."""
     start_ray(config, address, "features")
     return StallWatch("extraction", config.workers)
 
 
 def require_resources(requests: Sequence[Resources], stage: str, available: Resources) -> None:
-    """Raises UserError if the processes of a stage ask for more than a Ray on this machine has.
+    """Raises UserError if the processes of a stage ask for more resources than Ray on this machine has.
 
-    requests: the resources that each process asks for. available: the resources of Ray.
+    requests: the resources that each process asks for. available: the total resources of Ray.
     """
     names = dict.fromkeys(name for request in requests for name in request)
     for name in names:
@@ -81,16 +81,16 @@ def require_resources(requests: Sequence[Resources], stage: str, available: Reso
 
 
 def check_resources(config: RunConfig, address: str | None) -> None:
-    """Raises UserError for a wrong address, and if a run would start Ray here and asks for more than there is."""
+    """Raises UserError if the address is wrong, or if Ray on this machine would have too few resources for the run."""
     check_address(address)
     import ray
 
     if cluster_address(address) or ray.is_initialized():
-        return  # a cluster may grow, and for a Ray that runs `start_ray` checks its resources
+        return  # a cluster may grow, and `start_ray` checks the resources of a Ray that already runs
     import torch
 
-    # Ray accepts more CPUs than the machine has cores, but starts a process for each. The limit refuses numbers that
-    # cannot be meant.
+    # Ray accepts more CPUs than the machine has cores, but starts a process for each. So numbers that are far above the
+    # number of cores are refused as mistakes.
     most = {"CPU": MAX_CPUS_PER_CORE * (os.cpu_count() or 1), "GPU": torch.cuda.device_count()}
     available = dict.fromkeys(config.workers.resources, math.inf) | most
     for stage in LARGEST:
@@ -98,7 +98,7 @@ def check_resources(config: RunConfig, address: str | None) -> None:
 
 
 def cluster_address(address: str | None) -> str | None:
-    """The address of the cluster to join, from `address` or RAY_ADDRESS. None means a Ray on this machine."""
+    """The address of the cluster to join, from `address` or RAY_ADDRESS, or None for Ray on this machine."""
     address = address or os.environ.get("RAY_ADDRESS")
     return None if address == "local" else address
 
@@ -106,11 +106,11 @@ def cluster_address(address: str | None) -> str | None:
 def check_address(address: str | None) -> None:
     """Raises UserError unless the address (or RAY_ADDRESS) has a form that Ray accepts.
 
-    Without an address, it sets what Ray reads when it is imported.
+    If there is no address, sets a variable that Ray reads when it is imported. So `import ray` must come later.
     """
     address = cluster_address(address)
     if not address:
-        # With this setting Ray keeps the loopback address. It would otherwise replace it by the machine's own.
+        # With this setting, Ray keeps the loopback address instead of replacing it by the machine's own address.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     elif not re.fullmatch(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:.%]+\]):\d{1,5}(/.*)?", address):
         raise UserError(
@@ -120,22 +120,22 @@ def check_address(address: str | None) -> None:
 
 
 def stage_resources(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
-    """The resources of each process that a stage needs before it can make progress."""
+    """The resources of each process that must run before a stage can make progress."""
     workers, features = config.workers, config.features
     if stage == "images":
         return [{"CPU": 1}]
     if stage == "features":
         actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
         return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]
-    # Captions and the dry run progress with one worker, and training with the smallest number of workers.
+    # Captions and the dry run can progress with one worker, but training needs the smallest configured number.
     count = workers.counts[0] if stage == "training" else 1
     return [workers.resources_of_worker] * count
 
 
 def _require_answer(address: str) -> None:
-    """Raises JobFailedError unless something listens at HOST:PORT. Ray would try for many minutes."""
+    """Raises JobFailedError if nothing listens at HOST:PORT. Without this check, Ray would try for many minutes."""
     host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
-    if not host:  # auto
+    if not host:  # the address is "auto", so Ray looks for the cluster itself
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
@@ -147,9 +147,10 @@ def _require_answer(address: str) -> None:
 
 
 def connect(address: str | None, needed_cpus: int = 2) -> bool:
-    """Joins the Ray at `address` (or RAY_ADDRESS) and returns True, or starts one on this machine and returns False.
+    """Joins the Ray cluster at `address` (or RAY_ADDRESS) and returns True, or starts Ray here and returns False.
 
-    A second call only returns the same answer. A Ray that is started gets a CPU for each core, at least `needed_cpus`.
+    If this process already uses Ray, only returns the answer. Ray on this machine gets a CPU for each core, but at
+    least `needed_cpus`. Raises JobFailedError if the cluster cannot be joined.
     """
     # With these settings Ray sends no usage reports and no state of Ray Train, and does not change CUDA_VISIBLE_DEVICES
     # for tasks without GPUs.
@@ -184,20 +185,20 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
 
 
 def _start_local_ray(**options: Any) -> None:
-    """`ray.init` for a new Ray. Raises UserError if another user owns the folder for its files."""
+    """Starts Ray here, for this user alone. Raises UserError if another user owns the folder for its files."""
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
-        os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # child processes inherit it, and it is in no file
+        os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # children inherit the token, so no file needs it
         remember_variable("RAY_AUTH_TOKEN", token)
-    # Torch's workers exchange gradients on the loopback interface, not at the address of the machine's name.
+    # With this setting, Torch's workers exchange gradients on the loopback interface, which no other machine can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import ray
 
     ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
-    atexit.register(_shut_down)  # it runs before Ray's own shutdown, which was registered earlier
+    atexit.register(_shut_down)  # runs before Ray's own shutdown, because `ray` registered that earlier
 
 
 def _shut_down() -> None:
-    """Ends Ray and its agents. An agent that is just starting does not end with Ray."""
+    """Ends Ray and kills its processes that remain, because an agent that is just starting does not end with Ray."""
     import ray
 
     started = psutil.Process().children(recursive=True)
@@ -208,9 +209,10 @@ def _shut_down() -> None:
 
 
 def private_folder() -> Path:
-    """The folder for Ray's files, which only this user can open, below RAY_TMPDIR or /tmp.
+    """Returns the folder for Ray's files, below RAY_TMPDIR or /tmp. Creates it so that only this user can open it.
 
-    Ray lets everybody into its own folder, /tmp/ray, and the paths of its sockets must be short.
+    Ray's default folder, /tmp/ray, is open to everybody. The name is short, because the paths of sockets must be short.
+    Raises UserError if another user owns the folder.
     """
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"raycap-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""The parts of a training run: its folder, preparation, journal, evaluation and bundle."""
+"""The parts of a training run: data checks, identity, folder, preparation, journal and results."""

@@ -1,4 +1,4 @@
-"""The findings behind `raycap check`: whether a data set is fit to train on, and what is unusual about it."""
+"""The checks of `raycap check`: errors that make a data set unfit for training, and warnings about unusual data."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from raycap.pipeline.runtime.names import quoted, shown
 
 logger = logging.getLogger(__name__)
 
-MAX_WORDS = 60  # Longer captions get a warning: COCO's longest caption has 57 tokens.
-MIN_IMAGES_FOR_CIDER = 200  # With fewer images, the standard error of a mean CIDEr-D of 1.0 is above 0.06.
-IMAGES_AT_A_TIME = 10_000  # images that are queued for decoding. Each takes 2 kB of memory.
+MAX_WORDS = 60  # Longer captions get a warning, because even COCO's longest caption has only 57 tokens.
+MIN_IMAGES_FOR_CIDER = 200  # Smaller splits get a warning: a mean CIDEr-D of 1.0 then has a standard error above 0.06.
+IMAGES_AT_A_TIME = 10_000  # images queued for decoding. The limit bounds the memory, because each image takes 2 kB.
 MAX_UNKNOWN = 0.05  # If the vocabulary lacks a larger fraction of the words of validation captions, `check` warns.
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of the data set. If its kind is "error", training would give wrong results."""
+    """A problem of the data set. An "error" makes the data set unfit for training, a "warning" does not."""
 
     kind: Literal["error", "warning"]
     text: str
@@ -47,7 +47,7 @@ class Finding:
 class Findings:
     """The result of a check. statistics: values by name, for JSON. findings: one per problem.
 
-    data: the data set with content keys, and {URI: reason} of the images that cannot be read.
+    data: the data set with content keys, and {URI: reason} of the images that cannot be read. None before the check.
     """
 
     statistics: Values = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Findings:
 
     @property
     def ok(self) -> bool:
-        """True if the data set can be trained on: it has no errors."""
+        """True if no finding is an error, so that the data set can be used for training."""
         return not any(finding.kind == "error" for finding in self.findings)
 
 
@@ -71,13 +71,13 @@ def check_data(
     checked_keys: pa.Array | None = None,
     listing: pa.Table | None = None,
 ) -> Findings:
-    """Checks a data set. Raises UserError when the data set cannot be read at all or lacks a split.
+    """Checks a data set and returns the findings. Raises UserError if it cannot be read at all or lacks a split.
 
     Threads of this process decode every image once. If the run reads region features, the check only looks up whether
-    they exist. The only file that it writes is the manifest of content keys.
+    every image has features. The only file that the check writes is the manifest of content keys.
 
-    checked_keys: content keys of images that an earlier check has decoded. This check leaves them out, and
-    `data.max_bad_fraction` then limits the unusable ones among the other images. listing: of `take_snapshot`.
+    checked_keys: content keys of images that an earlier check has decoded. These images are not decoded again, and
+    `data.max_bad_fraction` limits the unusable images among the others. listing: see `take_snapshot`.
     """
     result = Findings()
     dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
@@ -94,9 +94,8 @@ def check_data(
         vocabulary = build_vocabulary(dataset, config.data)
         result.statistics["vocabulary"] = len(vocabulary)
         _check_unknown(result, dataset.split(config.data.val_split), vocabulary, fitting)
-    except UserError as error:  # the captions give no vocabulary
+    except UserError as error:  # no vocabulary can be built from the captions
         result.error(str(error))
-    # If the run reads region features, the image files are not decoded.
     failed = _decode_all(unchecked, config) if config.has_backbone else missing_regions(unchecked, config)
     _check_images(result, unchecked, config, missing, failed)
     _check_duplicates(result, dataset, config)
@@ -106,8 +105,8 @@ def check_data(
 
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
-    """Checks the captions' text and number. problems: one sentence for each caption that is not text."""
-    # URIs of images: one for each caption that was found, and in `repeated` and `wordless` one for each image
+    """Checks the text and the number of captions. problems: one sentence for each caption that is not text."""
+    # Lists of image URIs: `empty`, `long` and `strange` have one URI per caption, the others one per image.
     empty, long, repeated, strange, wordless = [], [], [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
     chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
@@ -142,7 +141,7 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
 
 
 def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
-    """Reports captions that the configured tokenizer does not split into words. Returns the tokenizer that fits."""
+    """Warns about captions that the tokenizer does not split into words. Returns a tokenizer to suggest to the user."""
     problems = CaptionProblems(tokenizer)
     for text, words in zip(dataset.texts(tokenizer), dataset.tokens(tokenizer), strict=True):
         problems.add(text, words)
@@ -153,7 +152,7 @@ def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:
 
 
 def _check_unknown(result: Findings, validation: Dataset, vocabulary: Vocabulary, fitting: str) -> None:
-    """Reports validation captions with many words outside of the vocabulary. fitting: the tokenizer to suggest."""
+    """Warns if the vocabulary lacks many words of the validation captions. fitting: the tokenizer to suggest."""
     counts: Counter[str] = Counter()
     for text in validation.texts(vocabulary.tokenizer):
         counts.update(vocabulary.tokenize(text))
@@ -169,17 +168,17 @@ def _check_unknown(result: Findings, validation: Dataset, vocabulary: Vocabulary
 
 
 def _is_text(caption: str) -> bool:
-    """False for replacement and control characters, signs of a wrong encoding. Newlines and tabs are allowed."""
+    """False if a caption has characters that a wrong encoding leaves. Newlines and tabs are allowed."""
     characters = set(caption) - set("\n\r\t")
     # Unicode's categories of control, unassigned, private and surrogate characters are Cc, Cn, Co and Cs.
     return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
 
 
 def _decode_all(dataset: Dataset, config: RunConfig) -> dict[str, str]:
-    """Decodes every image. Returns {key: reason} of those that fail. Files of equal content are decoded once."""
+    """Decodes every image, files of equal content once. Returns {content key: reason} of images that fail."""
     images = dataset.readable().table.select(["key", "uri"])
     images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
-    num_threads = max(2, os.cpu_count() or 1)  # they run at the same time, because Pillow releases the GIL
+    num_threads = max(2, os.cpu_count() or 1)  # threads decode in parallel, because Pillow releases the GIL
     reasons: dict[str, str] = {}
     with progress("decoding", len(images)) as advance:
         for start in range(0, len(images), IMAGES_AT_A_TIME):
@@ -194,7 +193,11 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> dict[str, str]:
 def _check_images(
     result: Findings, dataset: Dataset, config: RunConfig, missing: dict[str, str], failed: dict[str, str]
 ) -> None:
-    """Reports the images that cannot be used: `missing` as {uri: reason}, `failed` as {key: reason}."""
+    """Reports the images that cannot be used.
+
+    missing: {URI: reason} of files that cannot be read. failed: {content key: reason} of images that cannot be decoded
+    or lack region features.
+    """
     chosen = dataset.where(pc.is_in(dataset.table["key"], value_set=pa.array(failed, pa.string())))
     images = zip(chosen.column("uri"), chosen.column("key"), strict=True)
     unreadable = [(uri, failed[key]) for uri, key in images] + list(missing.items())
@@ -213,9 +216,9 @@ def _check_images(
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
-    """Reports images with equal content. It is an error if one is in training and another one is held out.
+    """Reports images with equal content. Equal images in a training split and in a held-out split are an error.
 
-    A source with `rewarded: false` may repeat images, because it adds a model's captions of them.
+    A source with `rewarded: false` may repeat images, because such a source adds a model's captions of them.
     """
     readable = dataset.readable()
     counts = readable.table["key"].value_counts()
@@ -257,5 +260,5 @@ def _check_splits(result: Findings, config: RunConfig) -> None:
 
 
 def _examples(items: list[str]) -> str:
-    """The first few items, with dots when there are more."""
+    """The first MAX_EXAMPLES items as a text, with dots if there are more."""
     return ", ".join(items[:MAX_EXAMPLES]) + (" ..." if len(items) > MAX_EXAMPLES else "")

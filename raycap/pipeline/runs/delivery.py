@@ -1,4 +1,4 @@
-"""What a run has made: its bundle, the scores of its stages, captions of an earlier attempt, and facts for the page."""
+"""The results of a run: its bundle, the captions of an earlier attempt, the scores of its stages, and its page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raycap.pipeline.storage.weights import load_weights
 
 logger = logging.getLogger(__name__)
 
-CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the report plots
+CURVE_LABELS = {  # labels of the curves on the page, by kind of journal entry and name of the metric
     ("train", "loss"): "loss",
     ("train", "reward"): "reward",
     ("train", "length"): "sampled length",
@@ -38,19 +38,19 @@ CURVE_LABELS = {  # by kind of entry and name: the journal's metrics that the re
 
 
 def _bundle_path(folder: RunFolder, stage: StageSection | None = None) -> Path:
-    """The local folder of the bundle of a run, models/NAME/RUN, or of one of its stages, models/NAME/RUN-STAGE."""
+    """The local folder of a run's bundle, models/NAME/RUN, or of a stage's bundle, models/NAME/RUN-STAGE."""
     name = folder.run_id if stage is None else f"{folder.run_id}-{stage.name}"
     return folder.config.working_path / "models" / folder.config.name / name
 
 
 def bundle_place(folder: RunFolder, stage: StageSection | None = None) -> StoragePath:
-    """The bundle's location as every machine sees it."""
+    """The location of a run's or a stage's bundle that every machine can reach: on S3 if the run is on S3."""
     path = _bundle_path(folder, stage)
     return folder.config.home(path.relative_to(folder.config.working_path).as_posix()) or storage_path(path)
 
 
 def local_bundle(folder: RunFolder) -> Path:
-    """The bundle of a finished run as a local folder, downloaded when the run's storage is on S3."""
+    """Returns the local folder of a finished run's bundle, and downloads the bundle if the storage is on S3."""
     path, location = _bundle_path(folder), bundle_place(folder)
     if location.is_remote:
         Mirror(location, path).pull(only=BUNDLE_FILES)
@@ -60,7 +60,7 @@ def local_bundle(folder: RunFolder) -> Path:
 def bundle_run(folder: RunFolder, stage: StageSection | None = None) -> Path:
     """Writes a bundle with the weights that the run delivers, and returns its local folder.
 
-    stage: if given, the bundle has the best weights of this stage, even if the run did not keep it.
+    stage: if given, the bundle has the best weights of this stage, even if the run did not keep the stage.
     """
     from raycap.models.captioner import build_captioner
 
@@ -82,10 +82,10 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None) -> Path:
 def stored_captions(
     folder: RunFolder, images: Mapping[str, Dataset], digests: Mapping[str, str]
 ) -> dict[str, dict[int, ImageCaption]] | None:
-    """The captions of an earlier attempt, by split and image id. digests: of the bundle, as scores.json records them.
+    """The captions that an earlier attempt at the run has stored, by split and image id.
 
-    Returns None if they are captions of another bundle or of other images. If a file is damaged, the log names it, and
-    the result is None.
+    Returns None if another bundle made the captions, or if they belong to other images. If a file is damaged, logs its
+    name and returns None. images: the data set of each split. digests: of the bundle, as scores.json records them.
     """
     path = folder.path / "scores.json"
     try:
@@ -109,7 +109,7 @@ def stored_captions(
 
 
 def validation_by_stage(folder: RunFolder) -> dict[str, float]:
-    """Validation CIDEr-D of each stage, by its name, computed from the captions of its best weights."""
+    """Validation CIDEr-D by stage name, computed from the captions that each stage's best weights have made."""
     config, values = folder.config, {}
     part = folder.dataset.split(config.data.val_split)
     for stage in config.stages:
@@ -122,9 +122,10 @@ def validation_by_stage(folder: RunFolder) -> dict[str, float]:
 
 
 def run_page(page: Report, folder: RunFolder, by_stage: Mapping[str, float], durations: Mapping[str, float]) -> Report:
-    """The page of an evaluation (`evaluation.reports.report`) with the stages and the facts of its run.
+    """Adds the stages and the facts of a run to the page of its evaluation.
 
-    by_stage: of `validation_by_stage`. durations: of the run's steps, in seconds.
+    page: from `evaluation.reports.report`. by_stage: from `validation_by_stage`. durations: of the run's steps in
+    seconds, by name.
     """
     config, metadata = folder.config, folder.metadata
     facts = {

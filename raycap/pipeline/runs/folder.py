@@ -3,7 +3,7 @@
 If the storage is on S3, a run has its original folder there (`RunFolder.home`). The driver and each machine with
 workers then open a local copy (`pipeline.storage.mirror`).
 
-Rank 0 of a stage writes stages/<stage>/ and the journal. In a trial of a search it also writes the captions of the
+Rank 0 of a stage writes stages/<stage>/ and the journal. In a trial of a search, rank 0 also writes the captions of the
 reported split. The driver writes everything else.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
@@ -39,12 +39,12 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-# If one of these precisions is `auto`, a run decides it once and keeps it, so that a resumed run has the same bits.
+# If one of these precisions is `auto`, a run chooses it once and stores the choice, so that resuming gives equal bits.
 DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
 
 
 def try_lock(folder: Path) -> AbstractContextManager[bool]:
-    """Tries to lock a folder during the context. Gives False if another process has the lock.
+    """Tries to lock a folder during the context, and yields True if it is locked, or False if another process has it.
 
     The operating system releases the lock even if the process is killed.
     """
@@ -52,20 +52,23 @@ def try_lock(folder: Path) -> AbstractContextManager[bool]:
 
 
 def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig | None = None) -> RunFolder:
-    """A run's folder. If `home` is on S3, `path` is a local copy, and it is updated unless another process locks it.
+    """Opens a run's folder. If the original folder `home` is given, first updates its local copy `path` from it.
 
-    config: by default the stored configuration.
+    A copy that another process has locked is not updated. config: by default the stored configuration.
     """
     if home is not None:
         prune_copies(keep=path)
         with try_lock(path) as has_lock:
-            if has_lock:  # otherwise another process writes to the copy, which is then newer than the original
+            if has_lock:  # otherwise another process writes to the copy, so the copy is newer than the original
                 Mirror(home, path).pull()
     return RunFolder(path, config or stored_config(path), home)
 
 
 def stored_config(path: Path) -> RunConfig:
-    """The configuration in a run's folder, with decisions in place of `auto`. Raises UserError or DamagedError."""
+    """The configuration that a run's folder stores, with the decided precisions in place of `auto`.
+
+    Raises DamagedError if a file cannot be read, and UserError if the configuration is not valid.
+    """
     file, decided = path / "config.yaml", path / DECISIONS
     with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
         values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
@@ -80,7 +83,7 @@ def stored_config(path: Path) -> RunConfig:
 
 
 def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
-    """The configuration, in which the precisions of an earlier attempt at the run take the place of `auto`."""
+    """A copy of `config` in which each precision `auto` is replaced by that of an earlier attempt at the run."""
     for section, key in DECIDED:
         own, kept = getattr(config, section), getattr(getattr(earlier, section), key)
         if getattr(own, key) == "auto":
@@ -101,14 +104,14 @@ class RunMetadata:
     splits: dict[str, int]  # number of images by split
     unreadable: dict[str, str]  # {uri: reason} of the images that were left out
     sizes: ModelSizes
-    num_tokens: int  # tokens per image, or the largest number of regions
+    num_tokens: int  # feature vectors of the backbone per image, or the largest number of regions per image
     parameters: dict[str, int]  # number of parameters of "model" and of "backbone"
 
     @staticmethod
     def parse(values: Any, name: str) -> RunMetadata:
-        """The metadata in the values of a run.json with this name. Raises DamagedError.
+        """Converts the values of a run.json to metadata. name: the file's name in messages.
 
-        Raises UserError if a version of raycap wrote it that gives other results.
+        Raises DamagedError if the values are malformed, and UserError if they have another RESULTS_VERSION.
         """
         try:
             if (found := values.get("results_version")) == RESULTS_VERSION:
@@ -121,7 +124,7 @@ class RunMetadata:
         )
 
 
-METADATA = TypeAdapter(RunMetadata)  # built once, because threads of `raycap runs` cannot build it at the same time
+METADATA = TypeAdapter(RunMetadata)  # built here, because threads of `raycap runs` cannot build it at the same time
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,9 @@ class RunFolder:
     """The folder of one run.
 
     path: the local folder. config: the configuration of this attempt, with decisions in place of `auto`. home: the
-    original folder if the storage is on S3; `path` is then a copy of it. written: the configuration as the user wrote
-    it, or None if it is `config`. A worker gets a pickle of this object, and must open the folder with `on_worker`.
+    original folder if the storage is on S3, else None. With `home`, `path` is a copy of it. written: the configuration
+    as the user wrote it. None means that the user wrote `config`. A worker gets a pickle of this object, and must open
+    the folder with `on_worker`.
     """
 
     path: Path
@@ -150,14 +154,14 @@ class RunFolder:
     written: RunConfig | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The pickle contains neither cached properties nor the tracker, whose address may be secret."""
+        """Pickles the folder without its cached properties and without the tracker, whose address may be secret."""
         return RunFolder, (self.path, self.config.without_tracker(), self.home)
 
     def write_config(self) -> None:
-        """Writes the configuration as the user wrote it, and the decisions in a file of their own.
+        """Writes config.yaml as the user wrote it, and the decided precisions to decisions.json.
 
-        Because config.yaml still says `auto`, `raycap run` with it is the same run. Files that have this content
-        already are not written.
+        config.yaml keeps the value `auto`, so that `raycap run` with this file is the same run. A file that already has
+        the right content is not written.
         """
         written = self.written or self.config
         decided = {
@@ -172,17 +176,17 @@ class RunFolder:
                 self.push(name)
 
     def on_worker(self, driver_token: str | None = None) -> RunFolder:
-        """The folder for a worker on this machine. If the run is on S3, it is an updated copy of the folder.
+        """The folder for a worker on this machine. If the run is on S3, the result is an updated local copy.
 
-        driver_token: of the worker's driver; by default of the driver that works on the run now. The workers of each
-        driver have a copy of their own. Those of earlier drivers are deleted, because their workers must not write.
+        driver_token: of the worker's driver; by default of the driver that works on the run now. Each driver's workers
+        have a copy of their own. The copies of other drivers are deleted, because their workers must not write.
         """
         if self.home is None:
             return self
         storage_folder = self.path.parent.parent  # `path` is <storage>/runs/<run_id>
         copies = cache_folder() / "workers" / storage_folder.name / self.run_id
-        token = driver_token or self.token("driver_token") or "first"  # before any driver has worked on it
-        if not token.isalnum():  # it becomes a folder's name
+        token = driver_token or self.token("driver_token") or "first"  # "first" until a driver has worked on the run
+        if not token.isalnum():  # the token becomes a folder's name, so it must not contain a path
             raise UserError(f"{self.root}/log/driver_token is {printable(token)[:80]!r}, not a token; remove this file")
         folder = replace(self, path=copies / token / self.run_id)
         prune_copies(keep=folder.path)
@@ -193,12 +197,12 @@ class RunFolder:
         return folder
 
     def remove_copy(self, unused_for_s: float = 0.0) -> None:
-        """Removes this copy of a run on S3, unless another process uses it."""
+        """Removes this copy of a run on S3, unless another process uses it or used it in the last `unused_for_s` s."""
         if self.home is not None:
             remove_copy(self.path, unused_for_s)
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Keeps other processes from removing this copy during the context. Several processes may use it."""
+        """Keeps other processes from removing this copy during the context. Several processes may use one copy."""
         return nullcontext() if self.home is None else file_lock(self.path / ".lock", shared=True)
 
     def pull(self, under: str = "") -> None:
@@ -230,12 +234,12 @@ class RunFolder:
             return Dataset.load(self.path / "data.arrow")
 
     def training_images(self, stage: StageSection) -> Dataset:
-        """The images whose captions a stage learns. SCST leaves out those of sources that are not rewarded."""
+        """The images that a stage trains on. SCST leaves out the images of sources with `rewarded: false`."""
         data = self.config.data
         return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
 
     def num_samples(self, stage: StageSection) -> int:
-        """Samples per epoch of a stage: (image, caption) pairs, or images."""
+        """The number of samples per epoch of a stage. A sample is an (image, caption) pair or an image."""
         train = self.training_images(stage)
         return train.num_captions if stage.samples_are_pairs else len(train)
 
@@ -262,14 +266,14 @@ class RunFolder:
             return values
 
     def _reading(self, path: Path) -> AbstractContextManager[None]:
-        """If reading a file fails in the context, raises an error that names it. The run cannot do without it."""
+        """Raises DamagedError, with a remedy, if a file that the run needs cannot be read in the context."""
         return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
 
     def token(self, name: str) -> str:
-        """The current "driver_token" or "worker_group_token", or "" if none was written yet.
+        """The current token with the name "driver_token" or "worker_group_token", or "" before the first is written.
 
-        If a token differs from the one with which a worker started, another driver or another group of workers works on
-        the run, and the worker stops writing.
+        A worker compares the current token with the token that it started with. If the two differ, another driver or
+        group of workers has taken over the run, so the worker stops writing.
         """
         try:
             return (self.root / "log" / name).read_bytes().decode()
@@ -277,7 +281,7 @@ class RunFolder:
             return ""
 
     def new_token(self, name: str) -> str:
-        """Writes and returns a new token. Workers that were started with an earlier one stop at their next write."""
+        """Writes and returns a new token. Workers that started with an earlier token stop at their next write."""
         token = uuid.uuid4().hex
         (self.root / "log" / name).write_bytes(token.encode())
         return token
@@ -296,7 +300,7 @@ class RunFolder:
         return self.path / "stages" / name
 
     def result(self, name: str) -> StageResult | None:
-        """The result of a stage; None while the stage is not finished."""
+        """The result of a stage, or None if the stage is not finished. Raises DamagedError if its file is damaged."""
         path = self.stage(name) / "DONE.json"
         if not path.is_file():
             return None
@@ -304,10 +308,10 @@ class RunFolder:
             return TypeAdapter(StageResult).validate_python(read_json(path))
 
     def delivered(self) -> StageSection | None:
-        """The finished stage whose weights the run delivers, or None.
+        """The stage whose weights the run delivers, or None if no finished stage was kept.
 
-        Only stages that were kept count. With `deliver: last` it is the last one. With `deliver: best` it is the one
-        with the highest validation CIDEr-D, and the later one of equals.
+        Of the kept stages, `deliver: last` chooses the last, and `deliver: best` the stage with the highest validation
+        CIDEr-D. If two stages have the same score, the later stage is chosen.
         """
         kept = [(stage, result) for stage in self.config.stages if (result := self.result(stage.name)) and result.kept]
         if not kept:
@@ -317,7 +321,7 @@ class RunFolder:
         return max(reversed(kept), key=lambda item: item[1].best_score)[0]
 
     def delivered_weights(self, part: str) -> Path:
-        """The file with the weights of `part` (model or backbone) that the run delivers. Raises DamagedError."""
+        """The file with the delivered weights of `part` (model or backbone). Raises DamagedError if it is missing."""
         stage = self.delivered()
         return self._initial_weights(part) if stage is None else self.weights_after(stage, part)
 
@@ -327,10 +331,10 @@ class RunFolder:
         return stages[: stages.index(stage)]
 
     def weights_after(self, stage: StageSection, part: str) -> Path:
-        """The file with the weights of `part` (model or backbone) after a finished stage, even if it was not kept.
+        """The file with the weights of `part` (model or backbone) after a finished stage, even one that was not kept.
 
-        If the stage trained the part, these are its best weights, else those it started from. Raises DamagedError for a
-        missing file.
+        If the stage trained the part, the file has the best weights of the stage. Otherwise it has the weights that the
+        stage started from. Raises DamagedError if the file is missing.
         """
         result = self.result(stage.name)
         if result is None:
@@ -340,8 +344,8 @@ class RunFolder:
     def weights_before(self, stage: StageSection, part: str) -> Path:
         """The file with the weights of `part` (model or backbone) that a stage starts from.
 
-        They come from the last earlier stage that trained the part and was kept. If there is none, they are the run's
-        initial weights. Raises DamagedError for a missing file.
+        The weights come from the last earlier stage that trained the part and was kept. If there is no such stage, they
+        are the run's initial weights. Raises DamagedError if the file is missing.
         """
         for earlier in reversed(self.before(stage)):
             result = self.result(earlier.name)
@@ -350,7 +354,10 @@ class RunFolder:
         return self._initial_weights(part)
 
     def _best_weights(self, stage: StageSection, result: StageResult, part: str) -> Path | None:
-        """The file with the best weights of a part, or None if the stage did not train it. Raises DamagedError."""
+        """The file with a part's best weights, or None if the stage did not train the part.
+
+        Raises DamagedError if a file with best weights is missing.
+        """
         folder = self.stage(stage.name)
         best = folder / f"best-{result.best_step}"
         for trained in ("model", part) if stage.train_backbone else ("model",):
@@ -360,7 +367,7 @@ class RunFolder:
         return path if (path := best / f"{part}.safetensors").is_file() else None
 
     def _initial_weights(self, part: str) -> Path:
-        """The file with the weights of `part` that the run starts from. Raises DamagedError for a missing file."""
+        """The file with the weights of `part` that the run starts from. Raises DamagedError if the file is missing."""
         initial = self.path / "init" / f"{part}.safetensors"
         with self._reading(initial):
             initial.stat()
@@ -369,13 +376,13 @@ class RunFolder:
 
 @contextmanager
 def _reading(path: Path, remedy: str) -> Iterator[None]:
-    """If the context cannot read a file, raises DamagedError with its name and the remedy."""
+    """Turns errors of reading `path` in the context into DamagedError, with the path and the remedy."""
     try:
         yield
     except DamagedError as error:
         raise DamagedError(f"{error}; {remedy}") from error
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing; {remedy}") from error
-    except (KeyError, TypeError, AttributeError, ValueError) as error:  # the values are not those that were written
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # the content is not what was written
         reason = one_line(error).removeprefix(f"{path} ")
         raise DamagedError(f"{path} is damaged: {reason}; {remedy}") from error

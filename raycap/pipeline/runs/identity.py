@@ -1,7 +1,7 @@
 """The identity of a run: a hash of what decides its result.
 
 The hash covers configuration, data and RESULTS_VERSION. If a change of the code changes the losses, captions or scores
-of small runs, `tests/integration/test_curves.py` fails and asks for a higher version.
+of small runs, `tests/integration/test_curves.py` fails and asks for a higher RESULTS_VERSION.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from raycap.pipeline.features.regions import ends_digest
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.weights import weights_file_digest
 
-RESULTS_VERSION = 1  # raised by hand when the same configuration and data give other results
+RESULTS_VERSION = 1  # raised by hand if new code gives other results for the same configuration and data
 
 
 def run_identity(config: RunConfig, fingerprint: str) -> str:
     """The run id: the configured name and a hash of configuration, data and RESULTS_VERSION.
 
-    Equal inputs are the same run.
+    If all three are equal, two runs have the same id, so they are the same run. fingerprint: of the data set.
     """
     digest = hashlib.sha256(f"{config_identity(config)} {fingerprint} {RESULTS_VERSION}".encode()).hexdigest()
     return f"{config.name}-{digest[:10]}"
 
 
 def config_identity(config: RunConfig) -> str:
-    """A hash of the configuration keys that affect the result. `models.config.Identity` marks the exceptions.
+    """A hash of the configuration keys that affect the result. Keys without effect are marked (`config.Identity`).
 
     The location of the data set is left out, because `run_identity` adds a fingerprint of its content. Raises
-    UserError for a missing bundle or HDF5 file.
+    UserError if a bundle or an HDF5 file is missing.
     """
     relevant = json.dumps(_relevant_values(config, config), sort_keys=True)
     return hashlib.sha256(relevant.encode()).hexdigest()
 
 
 def _relevant_values(value: Any, config: RunConfig) -> Any:
-    """The plain values of a section, or of a value in one, without the keys that do not affect the result."""
+    """A value of the configuration, ready for JSON. A section loses the keys that do not affect the result."""
     if isinstance(value, tuple):
         return [_relevant_values(item, config) for item in value]
     if not (isinstance(value, BaseModel) or is_dataclass(value)):
         return value
     section: Any = type(value)
-    # A run with a backbone ignores the keys for region features, and a run with regions those for a backbone.
+    # A run with a backbone does not use the keys for region features. A run with regions does not use backbone keys.
     ignored = {Identity.IGNORED, Identity.WITH_REGIONS if config.has_backbone else Identity.WITH_BACKBONE}
     return {
         key: _relevant_values(_value_or_digest(getattr(value, key), mark, config), config)
@@ -63,7 +63,7 @@ def _relevant_values(value: Any, config: RunConfig) -> Any:
 
 @cache
 def identity_marks(section: Any) -> dict[str, Identity | None]:
-    """The mark of each key of a section, or None. A section is a pydantic model or a dataclass."""
+    """The mark of each key, or None if the key has no mark. section: the class, a pydantic model or a dataclass."""
     names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
     hints = get_type_hints(section, include_extras=True)
     return {
@@ -73,7 +73,10 @@ def identity_marks(section: Any) -> dict[str, Identity | None]:
 
 
 def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> Any:
-    """The value of a key, or a digest of the file or bundle that the value names."""
+    """A digest of the file or bundle that a key's value names, or the value itself if it names none.
+
+    Because of the digest, a file that was moved is still the same input.
+    """
     if mark is Identity.FILE and value not in (None, "none", "pretrained"):
         file = Path(value).expanduser()
         return weights_file_digest(file) if file.is_file() else value

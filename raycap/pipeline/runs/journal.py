@@ -1,15 +1,15 @@
 """The run's journal: metrics as JSON lines, which rank 0 writes and the driver reads.
 
-The terminal, the tracker and the report read the journal. Training writes only the journal, so that a tracker that is
-down does not stop it. Every entry has the keys stage, kind, step and time (seconds since the epoch), and further keys:
+The terminal, the tracker and the report read the journal. Training writes only the journal, so a tracker that is down
+does not stop training. Every entry has the keys stage, kind, step and time (seconds since the epoch), and further keys:
 
     train       metrics of the steps since the previous entry, and `total`, the stage's number of steps
     validation  CIDEr-D, best, seconds
     event, notice, reward, validating, done  text
-    resume      none. Training repeats the steps after this one, and earlier entries of them do not count.
+    resume      no further keys. Training repeats the later steps, so earlier entries of these steps do not count.
 
 The journal is a folder of parts, 00001.jsonl and so on. Lines are only added, and only to the newest part. So a run on
-S3 uploads and downloads at most about PART_BYTES at a time, however long it trains.
+S3 uploads and downloads at most about PART_BYTES at a time, however long the run trains.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # seconds between two uploads or two downloads of a journal on S3
-PART_BYTES = 2**18  # about 1,000 entries
+PART_BYTES = 2**18  # A part of this size is full, with about 1,000 entries.
 
 Entry = Values
 
 
 class Journal:
-    """Appends the entries of one stage. Each writer begins a new part, so that no two write to the same file.
+    """Appends the entries of one stage. Each writer begins a new part, so that no two writers use the same file.
 
-    Earlier entries of the stage after `step` do not count any more.
+    The first entry has the kind "resume", so earlier entries of the stage after `step` no longer count.
     """
 
     def __init__(self, folder: Path, stage: str, step: int) -> None:
         self.folder, self.stage = folder, stage
         folder.mkdir(parents=True, exist_ok=True)
-        self._unsent: list[Path] = []  # the parts that `upload` has not sent completely; the last one is written to
+        self._unsent: list[Path] = []  # parts that `upload` has not sent completely. The last part gets new lines.
         self._begin_part()
         self.write("resume", step, {})
 
@@ -52,9 +52,9 @@ class Journal:
             self._begin_part()
 
     def upload(self, home: StoragePath) -> None:
-        """Uploads the parts with new lines to the folder `home`. Only one thread at a time may call it."""
+        """Uploads the parts with new lines to the folder `home`. Only one thread at a time may call this method."""
         for part in self._unsent.copy():
-            is_complete = part != self._unsent[-1]  # asked before the part is read, because another thread writes
+            is_complete = part != self._unsent[-1]  # before the part is read, because another thread may add lines
             (home / part.name).write_bytes(part.read_bytes())
             if is_complete:
                 self._unsent.remove(part)
@@ -67,10 +67,10 @@ class Journal:
 
 
 def read_journal(folder: Path) -> list[Entry]:
-    """All entries that count. If a writer was killed, its last line may be incomplete, and is skipped."""
+    """All entries except earlier entries of repeated steps. The incomplete last line of a killed writer is skipped."""
     entries: list[Entry] = []
     for part in _parts(folder):
-        for entry in _parse(read_regular_file(part)):  # opening a pipe would wait for a writer
+        for entry in _parse(read_regular_file(part)):  # refuses a pipe, because opening it would wait for a writer
             if entry["kind"] == "resume":
                 stage, step = entry["stage"], entry["step"]
                 entries = [each for each in entries if each["stage"] != stage or each["step"] <= step]
@@ -80,16 +80,19 @@ def read_journal(folder: Path) -> list[Entry]:
 
 
 def journal_bytes(folder: Path) -> int:
-    """The size of the journal, which grows with every entry."""
+    """The size of the journal in bytes, which grows with every entry."""
     return sum(part.stat().st_size for part in _parts(folder))
 
 
 class Follower:
-    """Returns each new entry once, even if a resumed stage repeats its step. Reads only what was added."""
+    """Follows a journal: `new` returns each new entry once, even if a resumed stage repeats the entry's step.
+
+    Each call reads only the lines that were added.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._num_read: dict[str, int] = {}  # bytes by part
+        self._num_read: dict[str, int] = {}  # number of bytes read, by part
         self._added_entries()
         self._returned = {_entry_key(entry) for entry in read_journal(folder)}
 
@@ -134,9 +137,9 @@ def _parse(lines: bytes) -> list[Entry]:
 
 
 def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
-    """The key by which `Follower` recognizes an entry. Of several entries with equal keys it returns the first.
+    """The key by which `Follower` recognizes an entry. `Follower` returns only the first of entries with equal keys.
 
-    The key of metrics has no time, because a resumed stage repeats steps with equal metrics. The key of a text has
-    one, because a text that is written again at the same step is a new entry.
+    The key of metrics has no time, because a resumed stage repeats steps with equal metrics. The key of a text has the
+    time, because a text that is written again at the same step is a new entry.
     """
     return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0

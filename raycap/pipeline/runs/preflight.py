@@ -1,6 +1,6 @@
 """Checks of the storage, of named files and of the model's sizes, before a command writes or starts anything.
 
-A mistake that the user can correct raises UserError, and nothing is left behind.
+A mistake that the user can correct raises UserError before any file has been written, so no file is left behind.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
-MAX_PARAMETERS = 10**11  # a hundred times as many as large captioners have
+MAX_PARAMETERS = 10**11  # More must be a mistake, because large captioners have a hundredth of it.
 
 
 def check_before_writing(config: RunConfig) -> None:
     """Raises UserError if the storage, a named file or the model's sizes would make the command fail later.
 
-    What depends on the data is checked when they have been read.
+    Settings that depend on the data are checked later, when the data have been read.
     """
     check_storage(config)
     check_files(config)
@@ -48,13 +48,13 @@ def check_before_writing(config: RunConfig) -> None:
 
 
 def check_storage(config: RunConfig) -> None:
-    """Raises UserError if the storage cannot be written, or S3 does not answer, has no such bucket or credentials."""
+    """Raises UserError if the storage cannot be written, S3 does not answer, or bucket or credentials are wrong."""
     with storage_errors("storage.endpoint_url", "create it, or correct storage or data.root"):
         config.require_storage()
     try:
         folder = config.working_path
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+    except (OSError, RuntimeError) as error:  # for example a name that is too long, or a loop of links
         raise UserError(
             f"storage: {quoted_value(config.storage.uri)} cannot be used: {error}; give another folder"
         ) from error
@@ -66,7 +66,7 @@ def check_storage(config: RunConfig) -> None:
 
 @contextmanager
 def storage_errors(endpoint: str, remedy: str) -> Iterator[None]:
-    """Turns errors of S3 in the context into UserError: no answer, no such bucket, or wrong credentials.
+    """Turns errors of S3 in the context into UserError, for example no answer, no such bucket, wrong credentials.
 
     endpoint: the setting with the server's address. remedy: what to do if the bucket does not exist.
     """
@@ -82,7 +82,7 @@ def storage_errors(endpoint: str, remedy: str) -> Iterator[None]:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raises UserError for a file that the configuration names and that is missing or of another kind."""
+    """Raises UserError if a file that the configuration names is missing or of another kind."""
     model, features = config.model, config.features
     _require_file("data.extra_vocabulary", config.data.extra_vocabulary)
     _require_file("model.word_vectors", model.word_vectors)
@@ -108,14 +108,14 @@ def check_files(config: RunConfig) -> None:
 
 
 def check_score_inputs(config: RunConfig) -> None:
-    """Raises UserError for a missing or unreadable file of `evaluation.inputs`."""
+    """Raises UserError if a file of `evaluation.inputs` is missing or cannot be read."""
     for key, file in config.evaluation.inputs.files().items():
         _require_file(key, file)
     ScoreInputs.read(config.evaluation.inputs, config.data.language)
 
 
 def _require_file(key: str, name: str | None) -> None:
-    """Raises UserError unless the file that the configuration's `key` names, if any, is a file that can be read."""
+    """Raises UserError if the file of a configuration key cannot be read. name: the path, or None if it is not set."""
     if name is None:
         return
     path = Path(name).expanduser()
@@ -126,7 +126,7 @@ def _require_file(key: str, name: str | None) -> None:
 
 
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
-    """Raises UserError if the constraint file asks test images for words that the vocabulary lacks."""
+    """Raises UserError if the constraint file requires, for a test image, a word that the vocabulary lacks."""
     if config.evaluation.constraints is not None:
         images = dataset.split(*config.data.test_splits).column("image_id")
         load_automata(Path(config.evaluation.constraints), images, vocabulary)
@@ -149,9 +149,9 @@ def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -
 
 
 def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbone:
-    """The backbone of a configuration. with_weights: if false, its weights are drawn from the seed.
+    """The backbone with the configured weights. with_weights: if false, the weights are drawn from the seed instead.
 
-    Raises UserError when it cannot be made, and JobFailedError when the pretrained weights cannot be downloaded.
+    Raises UserError if the backbone cannot be made, and JobFailedError if the pretrained weights cannot be downloaded.
     """
     import torch
 
@@ -159,7 +159,7 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
 
     torch.manual_seed(config.seed)
     try:
-        image_transform(config.backbone)  # refuses a transform that cannot be computed
+        image_transform(config.backbone)  # called only for its error, if the configured transform is unknown
         return Backbone(config.backbone, with_weights=with_weights)
     except ConnectionError as error:
         raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
@@ -169,10 +169,10 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
 
 
 def require_possible(config: RunConfig) -> None:
-    """Raises UserError if the model has more parameters than any machine can hold.
+    """Raises UserError if the model is too large, or if a stage's `freeze` or `layer_decay` do not fit its parameters.
 
-    Also raises UserError if `freeze` or `layer_decay` of a stage do not fit the parameters. The model is made without
-    memory for its weights.
+    A model with more than MAX_PARAMETERS is too large. The check needs little memory, because it makes the model on
+    torch's device "meta", without weights.
     """
     import torch
 
@@ -195,14 +195,14 @@ def require_possible(config: RunConfig) -> None:
 
 
 def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
-    """Checks the captioning model for `require_possible`, and returns it without memory for its weights.
+    """Returns the captioning model without memory for its weights. Raises UserError if the model is too large.
 
-    The model has 100 words. The data, which are not read yet, may make it larger.
+    The data have not been read yet, so the model gets a vocabulary of 100 words. The real model may be larger.
     """
     from raycap.models.captioner import model_on_meta
 
     positions = config.model.max_positions or 74
-    sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)  # as if there were 100 words
+    sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)
     model = model_on_meta(config.model, sizes)
     _require_parameters(f"model {config.model.name}", model)
     return model

@@ -48,15 +48,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("torch", "torchvision", "timm", "ray", "mlflow", "numpy", "pyarrow", "pycocoevalcap")
-MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}  # model keys that may differ from the bundle's
+# Model keys that may differ from the bundle of `init_from`, because the bundle's weights fit for any of their values.
+MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}
 
 
 def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
-    """The folder of the run that this configuration and its data identify, which is created if it does not exist.
+    """Returns the folder of the run that a configuration and its data identify. Creates a missing folder.
 
-    data: the result of `find_data`, given by a process that prepares many runs on the same data.
+    data: the result of `find_data`, for a process that prepares many runs on the same data. By default, reads the data.
 
-    Unreadable images are left out. Raises UserError for data that cannot be trained on, or if more than
+    Unreadable images are left out. Raises UserError if the data cannot be used for training, or if more than
     `data.max_bad_fraction` of the images cannot be read.
     """
     dataset, unreadable = data or find_data(config)
@@ -69,14 +70,13 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     if not _has_data(folder, dataset, is_complete):
         dataset.save(folder.path / "data.arrow")
         folder.push("data.arrow")
-    return replace(folder)  # a new object, which has not cached the old data set
+    return replace(folder)  # a new object, because this one may have cached the old data set
 
 
 def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
-    """True if data.arrow of an existing run holds this data set.
+    """True if data.arrow of an existing run contains this data set, and False if the file is damaged.
 
-    False if the file is damaged, or if the images have moved to another place and the run is not complete. The
-    places of a complete run's images do not matter.
+    If the run is complete, the URIs of the images are not compared, because its images may have moved.
     """
     columns = [name for name in dataset.table.column_names if not (is_complete and name == "uri")]
     try:
@@ -87,9 +87,10 @@ def _has_data(folder: RunFolder, dataset: Dataset, is_complete: bool) -> bool:
 
 
 def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
-    """The folder of the run that a configuration and its data identify. The folder may not exist yet.
+    """The folder of the run that a configuration and its data identify, even if the folder does not exist yet.
 
-    If there was an earlier attempt at the run, the configuration gets its decisions in place of `auto`.
+    If an earlier attempt at the run has decided on precisions, they replace `auto` in the folder's configuration.
+    fingerprint: of the data set.
     """
     name = f"runs/{run_identity(config, fingerprint)}"
     folder = replace(open_folder(config.working_path / name, config.home(name), config), written=config)
@@ -103,7 +104,7 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
 
 
 def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) -> Dataset:
-    """The images that can be read. unreadable: {uri: reason} of the others.
+    """The data set without the images that cannot be read. unreadable: {URI: reason} of those images.
 
     Raises UserError if more than the fraction `data.max_bad_fraction` of the images cannot be read.
     """
@@ -146,9 +147,10 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
 
 
 def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes, int, dict[str, nn.Module]]:
-    """The vocabulary, sizes, tokens per image and modules that a run begins with. Raises UserError.
+    """The vocabulary, sizes, tokens per image and initial modules of a new run.
 
-    The modules are "model" and, if the run has one, "backbone". The backbone's weights are drawn before the model's.
+    The modules are "model" and, if the run has one, "backbone". Weights are drawn from one seeded sequence, those of
+    the backbone first. Raises UserError if the configuration does not fit the data or the bundle of `init_from`.
     """
     import torch
 
@@ -165,7 +167,7 @@ def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes,
         num_positions = max(num_positions, bundle.captioner.model.sizes.max_positions)
     backbone = None
     if config.has_backbone:
-        backbone = initial_backbone(config, with_weights=bundle is None)  # the bundle contains the backbone's weights
+        backbone = initial_backbone(config, with_weights=bundle is None)  # else the bundle has the weights
         width, num_tokens = backbone.width, backbone.num_tokens
     else:
         width, num_tokens = feature_width(dataset, config), config.features.max_regions
@@ -197,26 +199,26 @@ def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary)
 
 
 def _extended(bundled: Vocabulary, vocabulary: Vocabulary, label: str) -> Vocabulary:
-    """The bundle's words with their ids, then the words of `vocabulary` that the bundle lacks.
+    """A vocabulary with the bundle's words, which keep their ids, and then the words that only `vocabulary` has.
 
-    Raises UserError when the two vocabularies were made by different tokenizers. label: the bundle's name in messages.
+    Raises UserError if the two vocabularies were made by different tokenizers. label: the bundle's name in messages.
     """
     if bundled.tokenizer != vocabulary.tokenizer:
         raise UserError(
             f"data.tokenizer is {vocabulary.tokenizer} and the words of {label} were made by {bundled.tokenizer}; "
             "set the same"
         )
-    if bundled.subwords is not None:  # byte-level pieces can spell any caption
+    if bundled.subwords is not None:  # byte-level pieces can spell any caption, so none is added
         return bundled
     new_words = [word for word in vocabulary.words if word not in bundled.ids]
     return Vocabulary((*bundled.words, *new_words), bundled.tokenizer)
 
 
 def _copy_bundle(bundle: Bundle, model: CaptionModel, backbone: Backbone | None, label: str) -> None:
-    """Copies a bundle's weights into a run's new modules. Rows of new words and positions keep their values.
+    """Copies a bundle's weights into a run's new modules. Rows of new words and positions keep their initial values.
 
-    If the run reads region features, the bundle's backbone is ignored. Raises UserError when the two models differ in
-    configuration or in shapes.
+    If the run reads region features, the bundle's backbone is ignored. Raises UserError if the two models differ in
+    configuration or in shapes. label: the bundle's name in messages.
     """
     captioner = bundle.captioner
     if backbone is not None and captioner.backbone is None:
@@ -233,8 +235,11 @@ def _copy_bundle(bundle: Bundle, model: CaptionModel, backbone: Backbone | None,
 
 
 def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: Collection[int], label: str) -> None:
-    """Copies every tensor. A dimension whose size in `source` is one of `growing` may be larger in `target`."""
-    from_tensors, to_tensors = source.state_dict(), target.state_dict()  # without gradients
+    """Copies every tensor of `source` into `target`. Raises UserError if their names or shapes differ.
+
+    growing: sizes of dimensions in `source` that may be larger in `target`. label: the start of messages.
+    """
+    from_tensors, to_tensors = source.state_dict(), target.state_dict()  # detached, so they can be written to
     if unmatched := sorted(from_tensors.keys() ^ to_tensors.keys()):
         raise UserError(f"{label} has other parts than the configuration asks for, first {unmatched[0]}; set the same")
     for name, tensor in from_tensors.items():
@@ -247,4 +252,4 @@ def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: Collection[i
                 f"{label}.{name} has shape {tuple(tensor.shape)} and the configuration asks for {tuple(copy.shape)}; "
                 "set the same sizes"
             )
-        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # new rows come after the copied ones
+        copy[tuple(slice(size) for size in tensor.shape)] = tensor  # rows of new words and positions come last

@@ -4,9 +4,9 @@ A sample is an image with `captions_per_image` captions. If cross entropy uses o
 (image, caption) pair instead, as in the paper. The sample at a global position depends on the seed alone, so a stage
 can resume at any step with any number of workers.
 
-The order of samples is a permutation that depends on seed and epoch. It is computed position by position, without a
-table, by a keyed Feistel network over the next power of four. Values outside the data set are permuted again until
-they are inside (cycle walking).
+The order of samples is a permutation that depends on seed and epoch. A keyed Feistel network over the next power of
+four computes each position of the permutation alone, without a table. Values outside the data set are permuted again
+until they are inside (cycle walking).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.runtime.names import shown
 
-NUM_PREFETCHED = 3  # steps whose batches are prepared while the current one is computed
-CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # the last part of seeds, which differ from the seeds of `samples_at`
-_ROUNDS = 6
+NUM_PREFETCHED = 3  # number of steps whose batches are prepared while the current step is computed
+CAPTION_SEEDS, VIEW_SEEDS = 1, 2  # the last part of seeds, so that captions, views and samples have different seeds
+_ROUNDS = 6  # of the Feistel network
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
 
 
 def share(size: int, index: int, count: int) -> slice:
-    """The share with this index, if `size` samples are divided into `count` contiguous shares of nearly equal size."""
+    """The share number `index`, if `size` samples are divided into `count` contiguous shares of nearly equal size."""
     return slice(index * size // count, (index + 1) * size // count)
 
 
-_ENCODED: dict[tuple[str, Vocabulary], CaptionTokens] = {}  # at most one entry
+_ENCODED: dict[tuple[str, Vocabulary], CaptionTokens] = {}  # the last result of `CaptionTokens.of`, if any
 
 
 class CaptionTokens:
@@ -63,7 +63,7 @@ class CaptionTokens:
 
     @classmethod
     def of(cls, images: Dataset, vocabulary: Vocabulary) -> CaptionTokens:
-        """The captions of images. This takes about 10 s per million captions, so the last result is kept."""
+        """Encodes the captions of images. A million captions take about 10 s, so the last result is kept."""
         key = images.fingerprint(), vocabulary
         if key not in _ENCODED:
             _ENCODED.clear()
@@ -76,7 +76,7 @@ class CaptionTokens:
         return int(self.first[-1])
 
     def images_of(self, captions: np.ndarray) -> np.ndarray:
-        """The images of the captions with these numbers."""
+        """The number of each caption's image. captions: caption numbers."""
         return np.searchsorted(self.first, captions, side="right") - 1
 
     def padded(self, captions: np.ndarray) -> Tensor:
@@ -109,7 +109,7 @@ class Batch:
     transform: ImageTransform | None = None  # if the features are pixels, how they become model inputs
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """The batch on `device`. Its features get the type `dtype`, and pixels become channels-last."""
+        """The batch on `device`. The features get the type `dtype`, and pixels become channels-last."""
         features = on_device(self.features, device, dtype, self.transform)
         if features.tokens.ndim == 4:
             features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
@@ -120,13 +120,13 @@ class Batch:
         return self._mapped(map_tensors(self.features, Tensor.pin_memory), Tensor.pin_memory)
 
     def _mapped(self, features: Features, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with these features, and with the other tensors changed."""
+        """The batch with these features, and with `change` applied to the other tensors."""
         tokens, positions, images = map(change, (self.tokens, self.target_positions, self.images))
         return replace(self, features=features, tokens=tokens, target_positions=positions, images=images)
 
 
 def target_positions(tokens: Tensor, pad: int) -> Tensor:
-    """`Batch.target_positions` of tokens (R, T), which are on the CPU. On a GPU, this would wait for its queue."""
+    """`Batch.target_positions` for tokens (R, T) on the CPU. On a GPU, `nonzero` would wait for all queued kernels."""
     return (tokens[:, 1:].flatten() != pad).nonzero()[:, 0]
 
 
@@ -156,17 +156,17 @@ class Batches:
     def stream(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """Yields the micro-batches of each step from start to stop - 1.
 
-        A thread prepares those of the next NUM_PREFETCHED steps while the caller computes the current one.
+        A thread prepares the batches of the next NUM_PREFETCHED steps while the caller computes the current step.
         """
         with ThreadPoolExecutor(1) as pool:
-            submitted = (pool.submit(self.at, step) for step in range(start, stop))  # each is submitted when drawn
+            submitted = (pool.submit(self.at, step) for step in range(start, stop))  # lazily, step by step
             upcoming = deque(islice(submitted, NUM_PREFETCHED))
             try:
                 while upcoming:
                     current = upcoming.popleft().result()
                     upcoming.extend(islice(submitted, 1))
                     yield current
-            finally:  # the caller may have stopped early
+            finally:  # if the caller has stopped early, steps are pending
                 pool.shutdown(cancel_futures=True)
 
     def at(self, step: int) -> list[Batch]:
@@ -194,7 +194,7 @@ class Batches:
         return batches
 
     def _load(self, rows: np.ndarray, seeds: np.ndarray) -> Features:
-        """`Images.load`. If an image cannot be decoded, raises ValueError with its name."""
+        """Calls `Images.load`. If an image cannot be decoded, raises ValueError with the image's URI."""
         try:
             return self.images.load(rows, seeds)
         except BadImage:
@@ -239,7 +239,8 @@ def seed_of(*parts: int) -> int:
 def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
     """Sample numbers at global positions (int64, any shape). Position p belongs to epoch p // num_samples.
 
-    Every epoch contains every sample once, in another order. The expected time is proportional to the positions.
+    Every epoch contains every sample once, in another order. The expected time is proportional to the number of
+    positions.
     """
     epochs, offsets = np.divmod(np.asarray(positions, np.int64), num_samples)
     result = np.empty_like(offsets)
@@ -251,7 +252,7 @@ def samples_at(positions: np.ndarray, num_samples: int, seed: int) -> np.ndarray
 
 
 def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """The seeds (S,) uint64 that decide the views of images (S,) in epochs (S,), which are whole numbers."""
+    """The seeds (S,) uint64 for the random views of images. images, epochs: integers (S,)."""
     seeds = np.empty(len(images), np.uint64)
     for epoch in np.unique(epochs):
         mask = epochs == epoch
@@ -260,12 +261,12 @@ def view_seeds(images: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Where the values, from 0 to size - 1, go in the permutation that the seed decides."""
+    """Applies the seed's permutation of the numbers from 0 to size - 1 to values (n,), which are uint64."""
     shift = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     keys = mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(seed))
     permuted = _feistel(values, shift, keys)
     outside = np.flatnonzero(permuted >= size)
-    while len(outside):  # repeated permutation ends inside [0, size), and is still a bijection
+    while len(outside):  # cycle walking ends inside [0, size), and the result is still a bijection
         again = _feistel(permuted[outside], shift, keys)
         permuted[outside] = again
         outside = outside[again >= size]
@@ -273,7 +274,7 @@ def _permute(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, shift: np.uint64, keys: np.ndarray) -> np.ndarray:
-    """A bijection of numbers of 2 * `shift` bits: one Feistel round per key."""
+    """Permutes the numbers of 2 * `shift` bits by one Feistel round per key."""
     mask = (np.uint64(1) << shift) - np.uint64(1)
     left, right = values >> shift, values & mask
     for key in keys:

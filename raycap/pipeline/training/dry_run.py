@@ -1,6 +1,7 @@
-"""One step of every stage at its real batch size, before anything long starts.
+"""The dry run: one step of every stage at its real batch size, before any long computation starts.
 
-So a lack of memory, or sizes that do not fit together, shows in the first minute and not after a day of extraction.
+If memory is too small, or sizes do not fit together, a run then fails in its first minute instead of after a day of
+extraction.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage
 from raycap.pipeline.training.objectives import check_reward, make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
-NUM_STEPS = 2  # on a GPU, where the second step needs more memory, because the optimizer then has its moments
+NUM_STEPS = 2  # on a GPU, because the second step needs more memory: the optimizer then has its moments
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """The result of a stage's dry run. error: the message of the error that training would raise, or None."""
+    """The result of a stage's dry run. error: the message of the error that training would raise, if any."""
 
     stage: str
     seconds: float
@@ -39,9 +40,9 @@ class DryRunResult:
 
 
 def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
-    """Runs one optimizer step of each stage on random features and the longest captions. It writes nothing.
+    """Tries each stage for a step or two, on random features and the longest captions, and yields the results.
 
-    For SCST it also checks the reward of ground-truth captions.
+    For SCST, also checks the reward of ground-truth captions. Writes no file.
     """
     folder = folder.on_worker()
     workers = folder.config.workers
@@ -63,7 +64,7 @@ def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> 
     """Trains a stage for one step, or on a GPU for NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
-        gc.collect()  # an earlier step that failed may have left tensors
+        gc.collect()  # frees tensors that an earlier stage has left by failing
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     train = folder.training_images(stage)
@@ -73,7 +74,7 @@ def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> 
     objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     if reward is not None:
         check_reward(stage, reward)
-    computer = feature_computer(folder, stage, device, undecided="float32")  # it takes more memory than bfloat16
+    computer = feature_computer(folder, stage, device, undecided="float32")  # needs more memory than bfloat16
     batch = with_features(_longest_batch(folder, stage, train), computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
@@ -88,16 +89,13 @@ def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> 
 
 
 def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
-    """The micro-batch that needs the most memory: the largest one, with the longest training captions.
-
-    Its features are random.
-    """
+    """The micro-batch that needs the most memory: the largest, with random features and the longest captions."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
     captions = CaptionTokens.of(train, folder.vocabulary)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
-    # Captions may belong to other images than those of the batch. Only their lengths matter here.
+    # Captions need not belong to the images of the batch, because only the lengths of captions matter here.
     images = captions.images_of(rows[:: stage.captions_per_image])
     side, width, transform = config.backbone.image_size, folder.metadata.sizes.feature_width, None
     if stage.train_backbone or config.features.store == "never":

@@ -1,6 +1,6 @@
-"""The training loop: runs the stages of a run one after another, from batches to checkpoints. It does not use Ray.
+"""The training loop: runs the stages of a run one after another, from batches to checkpoints, without Ray.
 
-A stage starts from the first of these that exists:
+A stage starts from the first of the following that exists:
 1. its newest checkpoint (weights, optimizer, position, best score);
 2. the best weights of the stages before it (weights only, with a fresh optimizer);
 3. the run's initial weights.
@@ -49,7 +49,7 @@ from raycap.pipeline.training.step_metrics import FiniteCheck, StepMetrics, summ
 
 NOTICE = "a worker will soon be ended; a checkpoint is saved now"
 STOPPING = "the command is being stopped; a checkpoint is saved now"
-NO_CIDER = 5e-5  # CIDEr-D that is printed as 0.0000
+NO_CIDER = 5e-5  # CIDEr-D below this value is printed as 0.0000
 CANNOT_CLIMB = (
     "SCST cannot climb: validation CIDEr-D is 0.0000, and where every sampled caption has the reward 0, none is "
     "preferred. Train cross entropy longer; if the score stays 0, `raycap check` the data"
@@ -59,31 +59,31 @@ REPORT_VALIDATION_EVERY_S = 30.0  # so that the driver sees progress during a lo
 
 @dataclass(frozen=True)
 class StageJob:
-    """Consecutive stages of a run to train, and the feature store that stages with a frozen backbone read.
+    """The task of the workers: consecutive stages of a run, and the feature store of stages with a frozen backbone.
 
-    If `features.store` is never, the store has only the validation images.
+    If `features.store` is never, the store has only the features of validation images.
     """
 
     folder: RunFolder
     stages: tuple[str, ...]
     store: StoragePath | Path | None
     excluded: tuple[str, ...] = ()  # content keys of images without features
-    driver_token: str = ""  # workers stop when the run has another token. "" is not checked.
+    driver_token: str = ""  # Workers stop if the run has another token. If it is "", the token is not checked.
     removes_copies: bool = False  # If true, a worker that ends removes its copy of a run on S3.
-    caption_split: str | None = None  # a split to caption with the final weights after the stages
+    caption_split: str | None = None  # a split to caption after the stages, with the weights that the run delivers
 
 
 def train_stages(context: Context, job: StageJob) -> None:
-    """Runs the unfinished stages of a job one after the other, and then captions its split, if it has one.
+    """Runs the unfinished stages of a job one after the other, and then captions `caption_split`, if there is one.
 
-    Ends early if the context must stop.
+    Ends early if `context.must_stop()` is true.
     """
-    require_driver(job.folder, job.driver_token)  # before `on_worker`, which removes copies for other drivers
+    require_driver(job.folder, job.driver_token)  # checked first, because `on_worker` removes copies of other drivers
     folder = job.folder.on_worker(job.driver_token)
     try:
         _train_stages(context, job, folder)
     except AbandonedError:
-        if job.removes_copies and folder.home is not None:  # what was not sent yet must not be sent any more
+        if job.removes_copies and folder.home is not None:  # its unsent files must not be sent any more
             shutil.rmtree(folder.path.parent, ignore_errors=True)
         raise
     finally:
@@ -96,7 +96,8 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
     token = ""
     if job.driver_token and context.world_rank == 0:
         token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
-    with folder.in_use():  # A machine without rank 0 touches no file of its copy during a stage.
+    # On a machine without rank 0, no file of the copy changes during a stage, so it would look unused without the lock.
+    with folder.in_use():
         for name in job.stages:
             stage = folder.config.stage(name)
             if folder.result(name) is None:
@@ -107,7 +108,7 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
                 if not is_finished:
                     return
             if context.world_rank:
-                # The next stage starts from these files, and rank 0 may be on another machine.
+                # The next stage starts from files that rank 0 has written, perhaps on another machine.
                 folder.pull(f"stages/{name}")
         if job.caption_split is not None:
             output = StageOutput(folder, job.stages[-1], context.world_rank == 0, job.driver_token, token)
@@ -116,7 +117,7 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
-    """The captioner of a stage that begins, with its weights, frozen parts, dropout, drop path and precision."""
+    """The captioner with which a stage begins: initial weights, frozen parts, dropout, drop path and precision."""
     config = folder.config
     model = build_model(config.model, folder.metadata.sizes)
     set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
@@ -137,10 +138,10 @@ def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device
 def feature_computer(
     folder: RunFolder, stage: StageSection, device: torch.device, undecided: str | None = None
 ) -> FeatureComputer | None:
-    """Computes the features of training images at each step of a frozen stage. None if a store has them.
+    """The computer of training features, or None if the stage trains the backbone or reads stored features.
 
-    undecided: the precision if `features.compute_dtype` is auto and the storage has no decision yet. Raises
-    ValueError if it is needed and None.
+    undecided: the precision to use if `features.compute_dtype` is auto and the storage has no decision yet. If
+    `undecided` is None, that case raises ValueError.
     """
     config = folder.config
     if stage.train_backbone or config.features.store == "always":
@@ -153,19 +154,19 @@ def feature_computer(
 
 
 def with_features(batch: Batch, computer: FeatureComputer | None) -> Batch:
-    """The batch with features in place of pixels. The features equal a store's and are on the computer's device."""
+    """The batch with features in place of pixels, equal to those of a store. If `computer` is None, the same batch."""
     if computer is None:
         return batch
     return replace(batch, features=Features(computer.features(batch.features.tokens)))
 
 
 def feature_dtype(stage: StageSection) -> torch.dtype:
-    """The type of a batch's features. With precision bfloat16 they are float32, and autocast converts them."""
+    """The type of a batch's features. With precision bfloat16 it is float32, because autocast converts the features."""
     return torch.float64 if stage.precision == "float64" else torch.float32
 
 
 def data_parallel(captioner: Captioner, stage: StageSection) -> DistributedDataParallel:
-    """The captioner with gradients averaged over the workers, exchanged in the stage's `gradient_dtype`."""
+    """The captioner wrapped in DDP, which averages gradients over the workers in the stage's `gradient_dtype`."""
     # Buffers need no broadcast, because they are constants.
     wrapped = DistributedDataParallel(captioner, gradient_as_bucket_view=True, broadcast_buffers=False)
     if stage.gradient_dtype == "bfloat16":
@@ -218,13 +219,13 @@ class StageRun:
         self.progress, self.had_notice = Progress(), False
 
     def run(self) -> bool:
-        """Trains to the end of the stage and marks it as finished. Returns False if it had to stop before the end."""
+        """Trains the stage to its end and marks it as finished. Returns False if the context stops training before."""
         stage, output = self.stage, self.output
         progress = self.progress = self._resume()
         text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
         workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
-        # A stage that had ended early is resumed only to write its result.
+        # A stage that had ended early makes no more steps, because it is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
         if self.reward is not None and progress.step < stop:
             output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
@@ -234,14 +235,14 @@ class StageRun:
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
             metrics.batch_arrived()
-            # Workers exchange these flags while the step is computed.
+            # The step is computed while the workers exchange these flags, so it does not wait for them.
             notices = any_rank(self.context, self.context.has_notice(), self.context.must_stop())
             metrics.add(self.step(step, batches))
             progress.step = step + 1
             has_notice, must_stop = notices()
             if must_stop or (has_notice and not self.had_notice):
-                # -inf makes a checkpoint due below. If this step has a validation, only `_validate` saves one: a stage
-                # that resumes from a checkpoint before the validation would skip it.
+                # -inf makes a checkpoint due below. If this step has a validation, only `_validate` saves a checkpoint,
+                # because a stage that resumed from an earlier checkpoint of this step would skip the validation.
                 self.had_notice, saved_at = True, -math.inf
                 text = STOPPING if must_stop else NOTICE
                 output.log("notice", progress.step, {"text": text, "total": self.total})
@@ -251,7 +252,7 @@ class StageRun:
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
             if self._validates_after(step):
                 self._validate()
-                # Validation also saves a checkpoint. Its time must not count as training.
+                # Both clocks start again: validation has saved a checkpoint, and its time must not count as training.
                 metrics, saved_at = StepMetrics(self.context), time.monotonic()
                 if progress.ended_early:
                     break
@@ -271,27 +272,27 @@ class StageRun:
         return True
 
     def step(self, step: int, batches: list[Batch]) -> dict[str, Tensor]:
-        """Makes one optimizer step over this worker's micro-batches. Returns its share of the metrics.
+        """Makes one optimizer step over this worker's micro-batches. Returns this worker's share of the metrics.
 
-        Except for the objective, nothing here waits for a GPU.
+        Except for the objective, no operation here waits for a GPU.
         """
         set_rate(self.optimizer, self._rate(step))
         self.optimizer.zero_grad(set_to_none=True)
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
         metrics: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
-            batch = with_features(batch, self.computer)  # in the precision of extraction, not of the stage
+            batch = with_features(batch, self.computer)  # before autocast, because extraction has its own precision
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
-            generator = torch.Generator(device).manual_seed(seed ^ 1)  # not the random numbers of dropout
+            generator = torch.Generator(device).manual_seed(seed ^ 1)  # a seed other than dropout's
             batch = batch.to(device, feature_dtype(self.stage))
-            # DDP exchanges gradients in the backward pass. Only that of the last micro-batch needs the exchange.
+            # DDP exchanges gradients in each backward pass, but one exchange per step is enough: the last one.
             skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
             exchange = self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext()  # type: ignore[operator]
             with float32_products(self.stage.precision), exchange:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                     output = self.objective(self.wrapped, self.captioner, batch, generator)
-                # The losses of all workers add up to the global loss, but DDP averages their gradients.
+                # The global loss is the sum over the workers, but DDP averages gradients, hence the factor.
                 (output.loss * self.context.world_size).backward()
             metrics = summed(metrics, output.metrics)
         norm = nn.utils.clip_grad_norm_(self.captioner.parameters(), self.stage.max_grad_norm or math.inf)
@@ -301,11 +302,11 @@ class StageRun:
         self.optimizer.step()
         if self.average is not None:
             self.average.update(step)
-        # The norm is equal on all ranks. `StepMetrics` sums metrics over the ranks, so each adds its share.
+        # `StepMetrics` sums metrics over the ranks, so each rank gives its share of the norm, which is equal on all.
         return metrics | {"gradient_norm": norm.double() / self.context.world_size}
 
     def _resume(self) -> Progress:
-        """Restores the newest checkpoint, if any. Raises RuntimeError when the workers find different ones."""
+        """Restores the newest checkpoint, if any. Raises RuntimeError if the workers find different checkpoints."""
         output, step = self.output, self.output.newest_step()
         if len(steps := set(gather_objects(self.context, step))) > 1:
             raise RuntimeError(
@@ -316,7 +317,7 @@ class StageRun:
         return progress
 
     def _rate(self, step: int) -> float:
-        """The learning rate of a step with the reductions on plateaus. Factors of parameter groups come later."""
+        """The learning rate of a step, with the reductions on plateaus but without the factors of parameter groups."""
         stage, steps_per_epoch = self.stage, max(1, self.batches.num_samples // self.stage.batch_size)
         rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=steps_per_epoch, total_steps=self.total)
         plateau = self.stage.plateau
@@ -360,7 +361,7 @@ class StageRun:
         return float(self.validation_reward(tokens, images).mean())
 
     def _apply_stopping_rules(self, score: float) -> None:
-        """Lowers the rate on a plateau. Ends the stage if it stops improving, or if SCST makes captions worse.
+        """Lowers the learning rate on a plateau. Ends the stage if it stops improving, or if SCST makes captions worse.
 
         All ranks come to the same decision, because they have the same score.
         """
@@ -382,7 +383,7 @@ class StageRun:
     def _finish(self) -> None:
         """Rank 0 writes the stage's result and decides whether later stages use its weights."""
         progress, initial_score = self.progress, self._initial_score()
-        # If SCST ended early, the stage is kept only if it has improved on the score before it.
+        # If SCST ended early, the stage is kept only if its best score is higher than the score before the stage.
         must_be_better = self.stage.keep_if_better or (self.stage.objective == "scst" and bool(progress.ended_early))
         kept = not must_be_better or progress.best_score > initial_score
         verdict = "kept" if kept else f"not kept: the stage before has {initial_score:.4f}"
@@ -393,7 +394,7 @@ class StageRun:
 
 
 def _reporter(output: StageOutput, kind: str, step: int, text: str) -> Callable[[float], None]:
-    """A function that logs which fraction of a search is done, at most every REPORT_VALIDATION_EVERY_S seconds."""
+    """A function that logs the finished fraction of a search, at most every REPORT_VALIDATION_EVERY_S seconds."""
     reported_at = time.monotonic()
 
     def report(fraction: float) -> None:
@@ -415,16 +416,16 @@ def caption_split(
 ) -> None:
     """Captions a split with the weights that a run delivers and the search of its section `evaluation`.
 
-    Every rank must call it and captions its share. Rank 0 writes predictions/<split>.json.
+    Every rank must call this function, and captions its share. Rank 0 writes predictions/<split>.json.
 
-    store: features of the initial backbone. If a stage has trained the backbone, it reads the images instead. excluded:
-    content keys of images without features. output: of the run's last stage.
+    store: features of the initial backbone. If a stage has trained the delivered backbone, the images are read instead.
+    excluded: content keys of images without features. output: the output of the run's last stage.
     """
     prepare_processor(folder.config.workers.threads_per_worker)
     captioner = _delivered_captioner(folder).to(context.device)
     features = None
     if captioner.backbone is None:
-        assert store is not None  # the frozen stages have read it
+        assert store is not None  # the stages had a frozen backbone, so they have read the store
         features = open_store(store, folder.config.features)
     images = model_inputs(folder.config, folder.dataset.without(excluded).split(split), features)
     result = folder.result(output.stage)
@@ -442,7 +443,7 @@ def caption_split(
 
 
 def _delivered_captioner(folder: RunFolder) -> Captioner:
-    """The captioner that a run delivers. It has a backbone only if the run has trained it."""
+    """The captioner that a run delivers, with a backbone only if the run has trained the backbone."""
     config = folder.config
     model = build_model(config.model, folder.metadata.sizes)
     load_weights(model, folder.delivered_weights("model"))

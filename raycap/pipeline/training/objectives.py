@@ -1,20 +1,21 @@
-"""The training objectives. From a batch they compute the loss of one micro-step, and metrics for the log.
+"""The training objectives: functions that compute the loss and the metrics of one micro-step from a batch.
 
 Self-critical sequence training (SCST, Rennie et al. 2017), with the defaults of `ScstSection`:
 
-- samples: multinomial, drawn with the key-value cache, without gradient and without dropout. They are drawn from all
-  words, because `Decoding.top_k` and `top_p` change the distribution of samples, but not the loss below;
+- samples: multinomial, drawn with the key-value cache, without gradient and without dropout. `Decoding.top_k` and
+  `top_p` are not used, because they would change the distribution of samples, but not the loss below;
 - reward: CIDEr-D with document frequencies over the training images; EOS counts as a word of captions and references;
-  `reward` names others and their weights;
+  the setting `reward` can name other rewards with weights;
 - baseline: the mean reward of the image's other samples (leave one out);
-- advantage: reward - baseline; `divide_by_deviation` divides it (see `advantages_of`);
-- log-probabilities: from one teacher-forced pass with the stage's dropout, including that of EOS;
+- advantage: reward - baseline, which `divide_by_deviation` divides by a standard deviation (see `advantages_of`);
+- log-probabilities: of all words and EOS, from one teacher-forced pass with the stage's dropout;
 - loss: the mean over images and samples of -advantage x the sum of a caption's log-probabilities + `kl` x the sum of
   its divergences (see `caption_divergences`), divided by `fixed_length` if that is set.
 
-With `sampling_dropout`, captions are sampled in training mode, as in the code of the three systems. The decoder runs
-twice, to sample and to compute the loss. Both passes share one pass of the backbone and the encoder, and have the same
-dropout masks (`models/dropout.py`), so that the gradient is that of the sampling. A greedy baseline has no dropout.
+With `sampling_dropout`, captions are sampled in training mode, as in the published code of the three systems. The
+decoder runs twice, to sample and to compute the loss. Both passes share one pass of the backbone and the encoder, and
+use the same dropout masks (`models/dropout.py`), so that the gradient is that of the distribution of the samples. A
+greedy baseline has no dropout.
 
 `ScstSection.signature` describes these settings in the notation of SacreEOS.
 """
@@ -41,13 +42,13 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.reward import CIDER_D, CiderDReward, WeightedReward
 
-DEVIATION_EPS = 1e-4  # added to the standard deviation of rewards, which is 0.1 to 1 for CIDEr-D
+DEVIATION_EPS = 1e-4  # avoids division by 0, and is small beside CIDEr-D's standard deviation of 0.1 to 1
 MIN_GROUND_TRUTH = 0.05  # `check_reward` refuses data whose ground-truth captions have a lower CIDEr-D
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The loss and metrics of one micro-step. Their sums over micro-steps and workers are the values of the batch.
+    """The loss and metrics of one micro-step. Sums over micro-steps and workers give the values of the global batch.
 
     The metrics stay on the device, because reading a number makes the processor wait for a GPU.
     """
@@ -56,12 +57,12 @@ class StepOutput:
     metrics: dict[str, Tensor]  # float64 scalars without gradient
 
 
-# A reward takes captions (R, T) and the rows (R,) of their images. It returns the captions' rewards (R,) float64, and
-# the summands of the rewards by name (`WeightedReward`).
+# A reward takes captions (R, T) and the rows (R,) of their images. The result is the rewards (R,) float64, and the
+# summands of the rewards by name (`WeightedReward`).
 Reward = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
-# An objective takes the wrapped module, the captioner inside it, the batch, and a generator for sampling. The gradient
-# flows through the forward pass of the wrapped module. The captioner itself draws samples.
+# An objective takes the wrapped module, the captioner inside it, the batch, and a generator for sampling. The loss must
+# come from the forward pass of the wrapped module, so that DDP averages its gradients.
 Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
@@ -72,10 +73,11 @@ def make_objective(
     vocabulary: Vocabulary,
     language: str,
 ) -> tuple[Objective, WeightedReward | None]:
-    """The objective of a stage over its training images. For SCST also its reward, else None.
+    """The objective of a stage, and the reward if the stage is SCST, else None.
 
-    captioner: with the weights that the stage starts from, on the stage's device. If `kl` is set, the objective keeps a
-    copy of them, so a resumed stage must call this before it restores its checkpoint. language: of the captions.
+    train: the stage's training images. captioner: has the weights that the stage starts from, on the stage's device. If
+    `kl` is set, the objective copies these weights, so a resumed stage must call this function before it restores its
+    checkpoint. language: the language of the captions.
     """
     if stage.objective == "cross_entropy":
         return cross_entropy_objective(stage), None
@@ -88,7 +90,7 @@ def make_objective(
         device=device,
         language=language,
     )
-    captions = train.table["captions"].combine_chunks()  # looking up a row of many chunks takes longer
+    captions = train.table["captions"].combine_chunks()  # a row of one chunk is found faster than one of many
     reward = WeightedReward(section.reward, cider_d, lambda row: captions[row].as_py(), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
     return scst_objective(stage, reward, vocabulary.pad, reference), reward
@@ -114,8 +116,8 @@ def scst_objective(
 ) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
-    reference: the model of `kl`, in evaluation mode. It needs memory for its weights, and adds a pass of encoder and
-    decoder without gradient to each step. In an end-to-end stage it also adds a pass of the backbone.
+    reference: the reference model of `kl`, in evaluation mode. The reference needs memory for its weights, and adds a
+    pass of encoder and decoder without gradient to each step. An end-to-end stage adds a pass of its backbone.
     """
     section = stage.sampling
 
@@ -147,8 +149,8 @@ def scst_objective(
             "reward": rewards.sum() / count,
             "reward_sq_mean": rewards.square().sum() / count,
             "advantage_abs_mean": advantage.abs().sum() / count,
-            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. Its weight is
-            # this micro-step's share of the captions, because the values of micro-steps are summed.
+            # The mean of -log p over sampled tokens estimates the entropy of the model's distribution. The values of
+            # micro-steps are summed, so the mean is multiplied by this micro-step's share of the captions.
             "entropy": -log_probs.detach().sum().double() / num_scored * len(tokens) / count,
             "length": ((tokens[:, 1:] != pad) & (tokens[:, 1:] != eos)).sum().double() / count,
             **extra,
@@ -159,15 +161,15 @@ def scst_objective(
 
 
 def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor | None = None) -> Tensor:
-    """The advantages (B, n) of n samples per image with rewards (B, n). greedy_rewards (B,): of the baseline `greedy`.
+    """The advantages (B, n) of n samples per image. rewards: (B, n). greedy_rewards: (B,), for a greedy baseline.
 
     The advantages of `leave_one_out` are n / (n - 1) times those of `mean`, because
     reward - (sum - reward) / (n - 1) = n / (n - 1) x (reward - sum / n).
 
     With `divide_by_deviation`, the advantages of an image are divided by the standard deviation of its n rewards,
-    sqrt(mean of (reward - mean)^2), plus DEVIATION_EPS. So images count equally, whether the rewards of their captions
-    differ much or little. With the baseline `mean` this is GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
-    If all rewards are equal, the advantages are 0.
+    sqrt(mean of (reward - mean)^2), plus DEVIATION_EPS. So an image whose rewards differ little counts as much as an
+    image whose rewards differ much. If all rewards are equal, the advantages are 0. With the baseline `mean`, the
+    advantages are those of GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
     """
     if greedy_rewards is not None:
         baseline = greedy_rewards[:, None]
@@ -182,10 +184,10 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
 
 
 def check_reward(stage: StageSection, reward: WeightedReward) -> str:
-    """A line for the log with the signature and the CIDEr-D of ground-truth captions.
+    """Checks a reward on ground-truth captions. Returns a line for the log with their CIDEr-D and SCST's signature.
 
     Raises ValueError if ground truth scores near zero, because SCST then has nothing to optimize. Also raises
-    ValueError if CIDEr-D should reward EOS, but is the same without EOS.
+    ValueError if CIDEr-D should reward EOS, but has the same value without EOS.
     """
     text = f"SCST {stage.sampling.signature}"
     ground_truth = reward.cider_d.ground_truth
@@ -210,10 +212,11 @@ def check_reward(stage: StageSection, reward: WeightedReward) -> str:
 def _sample_captions(
     wrapped: nn.Module, captioner: Captioner, batch: Batch, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Token ids (B * n, T) of n captions per image, their logits, and token ids (B, T) of a greedy baseline or None.
+    """Samples n captions per image. Returns their token ids (B * n, T), their logits, and greedy token ids (B, T).
 
-    A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) belong to tokens[:, :-1]. Without
-    `sampling_dropout` they are None, because another pass computes them.
+    A caption starts with SOS and has PAD after EOS. The logits (B * n, T - 1, V) are those for tokens[:, :-1]. Without
+    `sampling_dropout`, the logits are None, because the caller computes them in another pass. If the baseline is not
+    greedy, the greedy token ids are None.
     """
     model = captioner.model
     if not section.sampling_dropout:
@@ -229,7 +232,7 @@ def _sample_captions(
 
 
 def _greedy_baseline(model: CaptionModel, memory: Memory, section: ScstSection) -> Tensor | None:
-    """Token ids (B, T) of greedy captions if they are the baseline, else None."""
+    """Token ids (B, T) of greedy captions if the baseline is greedy, else None."""
     if section.baseline != "greedy":
         return None
     return greedy(model, memory, max_length=section.max_length).tokens[:, 0]
@@ -243,7 +246,7 @@ def _draw(
     generator: torch.Generator,
     masks: CaptionMasks | None = None,
 ) -> Tensor:
-    """Token ids (B * n, T) of n captions per image. masks: those that the model uses, if it samples with dropout."""
+    """Draws n captions per image. Returns token ids (B * n, T). masks: dropout masks that the model uses, or None."""
     count, length = section.num_samples, section.max_length
     if section.sampler == "multinomial":
         rules = ScoreRules(Decoding(sampling=True, temperature=section.temperature))
@@ -260,7 +263,7 @@ def _draw(
 def _draw_and_score(
     model: CaptionModel, memory: Memory, section: ScstSection, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Samples captions in training mode. Returns their tokens (B * n, T), and the logits for tokens[:, :-1]."""
+    """Samples captions with dropout. Returns tokens (B * n, T), and logits for tokens[:, :-1] with the same masks."""
     rows = memory.batch_size * section.num_samples
     masks = new_masks(model, rows, section.max_length - 1, memory.states.device)
     with masks.in_use(model):
@@ -283,7 +286,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) ->
     log_probs = logits.log_softmax(-1)
     rest = smoothing / (logits.shape[-1] - 1)  # the probability of each class that is not the target
     of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
-    # The sum over all classes includes the target with weight `rest`, so the first term adds only the difference.
+    # The sum over all classes gives the target the weight `rest`, so the first term adds only the difference.
     negative_cross_entropy = (1 - smoothing - rest) * of_target + rest * log_probs.sum(-1)
     negative_entropy = (1 - smoothing) * math.log(1 - smoothing) + smoothing * math.log(rest)
     return negative_entropy * len(targets) - negative_cross_entropy.sum()
@@ -292,7 +295,7 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) ->
 def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
     """The log-probability of each caption: the sum over its tokens after SOS, including EOS.
 
-    tokens (R, T + 1); logits (R, T, V) that the model gives for tokens[:, :-1]. Returns (R,), float64 for float64
+    tokens: (R, T + 1). logits: (R, T, V), the model's output for tokens[:, :-1]. Returns (R,), float64 for float64
     logits, else float32.
     """
     targets = tokens[:, 1:]
@@ -302,20 +305,20 @@ def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
 
 
 def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
-    """KL(p || q), summed over the positions of each caption, of the model p from a reference q.
+    """The divergence KL(p || q) of the model p from a reference q, summed over the positions of each caption.
 
     At each position, the value is the exact sum over the vocabulary of p (log p - log q), given the words before it.
-    The divergence of the distributions of whole captions is the expected sum of these. So for captions sampled from p,
-    the mean of this function is that divergence.
+    If the captions are sampled from p, the expected value of this function is the divergence between the distributions
+    of whole captions.
 
-    InstructGPT (Ouyang et al. 2022, equation 2) and GRPO (arXiv 2402.03300, equation 4) estimate it from the
-    probabilities of the sampled words alone. Their estimates vary more, and InstructGPT's can be negative. As in GRPO,
-    the gradient ignores that p also decides about the words before.
+    InstructGPT (Ouyang et al. 2022, equation 2) and GRPO (arXiv 2402.03300, equation 4) estimate the divergence from
+    the probabilities of the sampled words alone. Their estimates vary more, and InstructGPT's can be negative. As in
+    GRPO, the gradient ignores that p also decides about the words before.
 
-    p has the stage's dropout, as in the rest of the loss, and q has none. With dropout, the divergence therefore
-    starts above 0.
+    p has the stage's dropout, as in the rest of the loss, but q has no dropout, so the divergence starts above 0.
 
-    tokens (R, T + 1); logits (R, T, V) for tokens[:, :-1]. Returns (R,), float64 for float64 logits, else float32.
+    tokens: (R, T + 1). logits, reference_logits: (R, T, V), for tokens[:, :-1]. Returns (R,), float64 for float64
+    logits, else float32.
     """
     log_p = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
     log_q = (reference_logits if reference_logits.dtype == torch.float64 else reference_logits.float()).log_softmax(-1)

@@ -13,7 +13,7 @@ from raycap.models.captioner import Captioner
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import OptimizerSection, ScheduleSection
 
-WARM_UP_STEPS = 10
+WARM_UP_STEPS = 10  # see `WeightAverage`
 
 
 def learning_rate(
@@ -21,13 +21,13 @@ def learning_rate(
 ) -> float:
     """The learning rate of the optimizer step `step` in a stage of `total_steps`.
 
-    hyperbolic: base / max(warmup - step, 1) during the warm-up, as in ExpansionNet v2's code. Then it is
+    hyperbolic: base / max(warmup - step, 1) during the warm-up, as in ExpansionNet v2's code. Then
     base x decay^(complete periods of `decay_every_epochs`), but at least min_lr.
     linear: a linear warm-up, then the decay of hyperbolic.
     inverse_sqrt: base x min(s^-1/2, s warmup^-3/2) x sqrt(warmup) with s = step + 1, as in the Meshed-Memory
     Transformer. base is the highest rate.
-    cosine: a linear warm-up, then half a period of the cosine, which falls from base to min_lr in the last step. This
-    is equation 5 of Loshchilov and Hutter (2017, SGDR) without restarts.
+    cosine: a linear warm-up, then half a period of the cosine, which falls from base to min_lr in the last step
+    (Loshchilov and Hutter 2017, SGDR, equation 5, without restarts).
     """
     warmup = schedule.warmup_iterations
     if schedule.name == "inverse_sqrt":
@@ -47,8 +47,8 @@ def learning_rate(
 def make_optimizer(captioner: Captioner, section: OptimizerSection, lr: float) -> torch.optim.Optimizer:
     """RAdam, Adam or AdamW over the trainable parameters.
 
-    In its first five steps, torch's RAdam updates by momentum. The RAdam of ExpansionNet v2's code leaves
-    the weights unchanged in these steps. From step 6 on, both are the same.
+    In the first five steps, torch's RAdam updates by momentum, but the RAdam of ExpansionNet v2's code leaves the
+    weights unchanged. From step 6 on, both are the same.
     """
     optimizers = {"radam": torch.optim.RAdam, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     groups = _parameter_groups(captioner, section)
@@ -71,10 +71,11 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[Values]:
-    """The trainable parameters in groups of equal settings. A group has only settings that are not the optimizer's.
+    """The trainable parameters in groups of equal settings. A group lists only what differs from the optimizer.
 
-    The setting lr_factor multiplies the rate. For the backbone it is backbone_lr_factor x layer_decay^(layers above),
-    as in BEiT (Bao et al. 2022), with the captioning model in place of the classifier.
+    The setting lr_factor multiplies the learning rate. For the backbone, the factor is
+    backbone_lr_factor x layer_decay^(number of layers above the parameter's), as in BEiT (Bao et al. 2022), with the
+    captioning model in place of the classifier.
     """
     factors: dict[str, float] = {}
     if captioner.backbone is not None:
@@ -101,7 +102,7 @@ def _parameter_groups(captioner: Captioner, section: OptimizerSection) -> list[V
 class WeightAverage:
     """The average a of the trained weights w: after step t, counted from 0, a <- d a + (1 - d) w.
 
-    d is `decay`, but at most (1 + t) / (WARM_UP_STEPS + t), so that the weights before the stage are soon forgotten.
+    d is `decay`, but at most (1 + t) / (WARM_UP_STEPS + t), so that the weights before the stage soon count little.
     The average needs as much memory as the weights.
     """
 
@@ -112,7 +113,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Adds the weights after the step with this number."""
+        """Updates the average with the current weights. step: the number of the optimizer step that made them."""
         decay = min(self.decay, (1 + step) / (WARM_UP_STEPS + step))
         for name, parameter in self.parameters.items():
             self.weights[name].lerp_(parameter, 1 - decay)
@@ -131,6 +132,6 @@ class WeightAverage:
             parameter.data, self.weights[name] = self.weights[name], parameter.data
 
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Continues from the average in a checkpoint."""
+        """Replaces the average by that of a checkpoint. weights: by parameter name."""
         for name, weight in self.weights.items():
             weight.copy_(weights[name])

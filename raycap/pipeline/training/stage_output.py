@@ -2,10 +2,11 @@
 
     stages/<stage>/step-<n>/   a checkpoint: state.pt (captioner, optimizer, average), progress.json
                    best-<n>/   model.safetensors, backbone.safetensors          the next stage starts from these weights
-                   DONE.json   the stage's result; it is written last and marks the stage as finished
+                   DONE.json   the stage's result, written last, because it marks the stage as finished
 
-Each checkpoint is written atomically. The one before it remains, with its best weights. A checkpoint holds no random
-state: every random draw is seeded by (seed, stage, step, rank), so repeating a step gives identical numbers.
+Each checkpoint is written atomically. The checkpoint before it remains, with the best weights at its time. Checkpoints
+need no random state, because every random draw is seeded by (seed, stage, step, rank). So a repeated step gives
+identical numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.training.optimizer import WeightAverage
 
 NUM_CHECKPOINTS = 2  # per stage
-CLOSE_S = 20.0  # how long a stage that ends waits for its background threads
+CLOSE_S = 20.0  # how long the end of a stage waits for background threads
 
 
 class AbandonedError(RuntimeError):
@@ -47,14 +48,14 @@ class AbandonedError(RuntimeError):
 
 
 def require_driver(folder: RunFolder, driver_token: str) -> None:
-    """Raises AbandonedError if the run's driver does not have this token. The token "" is not checked."""
+    """Raises AbandonedError if the run's current driver has another token. The token "" is not checked."""
     if driver_token and folder.token("driver_token") != driver_token:
         raise AbandonedError(f"another driver has taken over {folder.run_id}; this worker stops")
 
 
 @dataclass
 class Progress:
-    """The position of a stage; `step` counts finished optimizer steps."""
+    """The position of a stage in its training. step: the number of finished optimizer steps."""
 
     step: int = 0
     best_step: int = -1
@@ -67,8 +68,8 @@ class Progress:
 class StageOutput:
     """Reads the checkpoints of a stage. Rank 0, for which `writes` is true, also writes the stage's files.
 
-    Each write first checks that no other driver or group of workers has taken over the run. It compares the run's
-    tokens with those at the start of these workers. An empty token is not checked.
+    Each write first checks that no other driver or group of workers has taken over the run. The check compares the
+    run's tokens with those that these workers started with. An empty token is not checked.
 
     If the run is on S3, training steps make no requests. A background thread checks the tokens and uploads the journal,
     at most every JOURNAL_EVERY_S seconds. If a check fails, the next call raises its error.
@@ -85,12 +86,12 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
-        self._best_steps: list[int] = []  # to which the newest checkpoints refer, the newest last
+        self._best_steps: list[int] = []  # best steps of the newest checkpoints, the newest last
 
     def check_may_write(self) -> None:
         """Raises AbandonedError if another driver has taken over the run.
 
-        Raises RuntimeError if this worker's driver has replaced the worker, because it could not reach it.
+        Raises RuntimeError if the driver could not reach this worker and has started other workers instead.
         """
         require_driver(self.folder, self.driver_token)
         if self.worker_group_token and self.folder.token("worker_group_token") != self.worker_group_token:
@@ -107,9 +108,9 @@ class StageOutput:
         optimizer: torch.optim.Optimizer,
         average: WeightAverage | None = None,
     ) -> Progress:
-        """Restores the checkpoint of a step, and returns the stage's progress. At step 0, a stage has no checkpoint.
+        """Restores the checkpoint of a step, and returns the progress. At step 0, there is nothing to restore.
 
-        Raises ValueError for a checkpoint of another run, and DamagedError for one that cannot be read.
+        Raises ValueError if the checkpoint belongs to another run, and DamagedError if it cannot be read.
         """
         if step == 0:
             return Progress()
@@ -144,11 +145,11 @@ class StageOutput:
             self._journal = Journal(self.folder.journal, self.stage, step)
 
     def log(self, kind: str, step: int, values: Values) -> None:
-        """Appends an entry to the journal."""
+        """Appends an entry to the journal. On other ranks than 0, does nothing."""
         if not self.writes:
             return
         if self.folder.home is None:
-            self.check_may_write()  # reads two local files
+            self.check_may_write()  # cheap here, because it reads two local files
         self._raise_journal_error()
         self._journal.write(kind, step, values)
         if self.folder.home is not None and self._journal_pending is None:
@@ -163,7 +164,7 @@ class StageOutput:
     ) -> None:
         """Writes a checkpoint in the background. Training waits until the tensors are copied, but not for the disk.
 
-        One checkpoint is written at a time. When it is written, all but the newest NUM_CHECKPOINTS are removed.
+        Only one checkpoint is written at a time. After each, all but the newest NUM_CHECKPOINTS are removed.
         """
         if self.writes:
             self._raise_journal_error()
@@ -180,11 +181,11 @@ class StageOutput:
             self._pending = None
 
     def save_best(self, captioner: Captioner, step: int, captions: Mapping[int, str]) -> None:
-        """Writes the best weights so far. Their captions of the validation split are written in COCO's format."""
+        """Writes the best weights so far, and their captions of the validation split in COCO's format."""
         if not self.writes:
             return
         self.check_may_write()
-        self.wait()  # a pending checkpoint removes older best weights when it is done
+        self.wait()  # because a pending checkpoint still removes older best weights
         with atomic_folder(self.path / f"best-{step}") as temporary:
             save_weights(captioner.model, temporary / "model.safetensors")
             if captioner.backbone is not None:
@@ -194,7 +195,7 @@ class StageOutput:
         write_json(self.path / "predictions-val.json", results)
 
     def finish(self, result: StageResult, text: str) -> None:
-        """Marks the stage as finished, and removes its checkpoints. `text` is written to the journal."""
+        """Marks the stage as finished, and removes its checkpoints. text: for the journal."""
         if not self.writes:
             return
         self.check_may_write()
@@ -209,8 +210,8 @@ class StageOutput:
     def close(self) -> None:
         """Waits for the background threads, and pushes the journal. The local copy of the run can then be removed.
 
-        If another worker may write now, or the storage fails, it raises no error, and the copy remains. It takes only
-        seconds even if the storage is down, because a stage that failed reports its error afterwards.
+        If another worker may write now, or the storage fails, no error is raised, and the copy remains. Even if the
+        storage is down, `close` takes only seconds, because a stage that failed reports its error afterwards.
         """
         pending = [each for each in (self._pending, self._journal_pending) if each is not None]
         if wait(pending, CLOSE_S).not_done:
@@ -225,33 +226,33 @@ class StageOutput:
                 self.folder.push(JOURNAL, check_may_write=self.check_may_write)
 
     def _write_checkpoint(self, state: Values, record: Values) -> None:
-        """Writes and uploads a checkpoint. Removes older checkpoints, and files that only they needed."""
+        """Writes and uploads a checkpoint. Removes older checkpoints, and best weights that only they refer to."""
         with atomic_folder(self.path / f"step-{record['step']}") as temporary:
             _save_state(state, temporary / "state.pt")
             (temporary / "progress.json").write_text(json.dumps(record))
-            self.check_may_write()  # the checkpoint becomes visible at the end of this block
+            self.check_may_write()  # last, because the checkpoint becomes visible at the end of this block
         for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
         self._best_steps = [*self._best_steps, record["best_step"]][-NUM_CHECKPOINTS:]
-        if len(self._best_steps) == NUM_CHECKPOINTS:  # otherwise a checkpoint of an earlier process may be in use
+        if len(self._best_steps) == NUM_CHECKPOINTS:  # otherwise an earlier process's checkpoint may need them
             self._remove_best_before(min(self._best_steps))
         self._upload()
 
     def _remove_best_before(self, step: int) -> None:
-        """Removes the best weights of steps before `step`. A checkpoint may refer to later ones."""
+        """Removes the best weights of steps before `step`, which no remaining checkpoint needs."""
         for number, old in self._numbered("best-"):
             if number < step:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
-        """The stage's folders with names of this prefix and a number, as (number, folder) in ascending order."""
+        """The stage's folders whose names are the prefix and a number, as (number, folder) in ascending order."""
         numbered = [(path.name.removeprefix(prefix), path) for path in self.path.glob(f"{prefix}[0-9]*")]
         return sorted(
             (int(number), path) for number, path in numbered if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir()
         )
 
     def _raise_journal_error(self) -> None:
-        """Raises the error of the last background upload, but not of the storage, because uploads are repeated."""
+        """Raises the error of the last background upload. Uploads are repeated, so the storage's errors are ignored."""
         if self._journal_pending is not None and self._journal_pending.done():
             pending, self._journal_pending = self._journal_pending, None
             with suppress(OSError):
@@ -264,12 +265,12 @@ class StageOutput:
         """
         self.check_may_write()
         if self.folder.home is not None and time.monotonic() - self._journal_uploaded_at >= every_s:
-            # `RunFolder.push` would wait for the upload of a checkpoint.
+            # Not by `RunFolder.push`, because that would wait for the upload of a checkpoint.
             self._journal.upload(self.folder.home / JOURNAL)
             self._journal_uploaded_at = time.monotonic()
 
     def _upload_journal(self) -> None:
-        """Uploads the journal of a run on S3, and waits for it."""
+        """Uploads the journal of a run on S3, and waits until the upload is done."""
         if self.folder.home is not None:
             self._journal_pool.submit(self._send_journal).result()
 
@@ -284,14 +285,14 @@ def _save_state(state: Values, path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # torch hides the error of the file behind its own
+        except RuntimeError as error:  # torch raises its own error for one of the file, such as a full disk
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
 
 
 def _copied_to_cpu(value: object) -> Any:
-    """The same structure with copies of all tensors on the CPU, because training goes on changing the originals."""
+    """The same structure with copies of all tensors on the CPU, because training continues to change the originals."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

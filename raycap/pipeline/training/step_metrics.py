@@ -1,4 +1,4 @@
-"""Metrics of the steps between two journal entries: means over steps and ranks, speed, and waiting for data.
+"""Metrics of the steps between two journal entries: means over the steps, speed, and the time spent waiting for data.
 
 The metrics stay on the device until an entry is written, so that a step does not wait for a GPU.
 """
@@ -16,7 +16,7 @@ from raycap.pipeline.runtime.processor import memory_mb
 
 
 def summed(sums: dict[str, Tensor], metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sums with `metrics` added. If there are no sums yet, these are the metrics."""
+    """Adds metrics to sums with the same names. If there are no sums yet, returns the metrics."""
     return {key: sums[key] + value for key, value in metrics.items()} if sums else metrics
 
 
@@ -42,8 +42,8 @@ class StepMetrics:
     def summary(self, batch_size: int) -> dict[str, float]:
         """The metrics of these steps, equal on every rank. Every rank must call this method at the same step.
 
-        batch_size: images per step over all ranks. data_wait, in the result, is the fraction of the time that was spent
-        waiting for data.
+        batch_size: images per step over all ranks. In the result, data_wait is the fraction of the time spent waiting
+        for data, from 0 to 1.
         """
         device, keys = self.context.device, sorted(self.sums)
         wait_s = torch.tensor(self.wait_s, dtype=torch.float64, device=device)
@@ -70,23 +70,23 @@ class DivergedError(RuntimeError):
 class FiniteCheck:
     """Raises DivergedError if a number of a training step is infinite or NaN.
 
-    On a CPU, each step is checked before its update. To read a number of a GPU, the processor would have to wait, so
-    numbers stay on it until `require`, which must be called before weights are written.
+    On a CPU, each step is checked before its update. On a GPU, reading a number makes the processor wait, so numbers
+    stay on the GPU until `require` is called. Weights may be written only after such a call.
     """
 
     def __init__(self, stage: str, rank: int, *, defers: bool) -> None:
-        """defers: if true, numbers are checked by `require` only, as on a GPU."""
+        """defers: if true, only `require` checks numbers, as on a GPU."""
         self.stage, self.rank, self.defers = stage, rank, defers
         self._kept: list[tuple[int, dict[str, Tensor]]] = []  # the numbers of each step by their name
 
     def add(self, step: int, numbers: dict[str, Tensor]) -> None:
-        """Adds the scalars of a step, by the name that a message gives them."""
+        """Adds the scalars of a step. numbers: by the name that the error gives them."""
         self._kept.append((step, numbers))
         if not self.defers:
             self.require()
 
     def require(self) -> None:
-        """Raises DivergedError if a number since the last call is not finite. The message names the first one."""
+        """Raises DivergedError if a number added since the last call is not finite. The message names the first."""
         kept, self._kept = self._kept, []
         names = [(step, name) for step, numbers in kept for name in numbers]
         values = [number.detach().double() for _, numbers in kept for number in numbers.values()]

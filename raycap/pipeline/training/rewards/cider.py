@@ -30,7 +30,7 @@ _FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 
 class CiderD:
     """Scores captions (word ids) of images against their references, with document frequencies over the images.
 
-    `build_index` creates it. The number of an image is its position among the references. A pair is an n-gram of an
+    `build_index` creates the object. An image's number is its position among the references. A pair is an n-gram of an
     image, and an entry is an n-gram of a reference. Pairs are sorted by image and n-gram, and entries by pair and
     reference.
 
@@ -48,8 +48,8 @@ class CiderD:
         entry_reference (M,)         number of the reference among those of its image
         entry_times (M,)             how often the reference contains the n-gram
 
-    Integers without a type above have the smallest type that can hold them. Because of the padding, the position after
-    the last element can be read.
+    Integers without a type above have the smallest type that suffices. Because of the padding, the position after the
+    last element can be read.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CiderD:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors."""
+        """The size of all tensors in bytes."""
         tables = (self._bigrams.keys, self._bigrams.start, self._ngrams.keys, self._ngrams.start)
         return sum(tensor.nbytes for tensor in (*self._tensors.values(), *tables))
 
@@ -72,10 +72,10 @@ class CiderD:
     def score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """CIDEr-D of each caption on its usual scale from 0 to 10, float64 (R,).
 
-        captions (R, T): word ids; row i has lengths[i] words and then padding. images (R,): the image of each caption,
-        by its position among the references. The three tensors are on the index's device. An n-gram that no reference
-        contains gets document frequency 1 and adds to the caption's norm. Captions of similar length are scored
-        together, in parts, which bounds the memory.
+        captions (R, T): word ids. Row i has lengths[i] words and then padding. images (R,): the number of each
+        caption's image. The three tensors are on the index's device. An n-gram that no reference contains gets document
+        frequency 1 and adds to the caption's norm. Captions of similar length are scored together, in parts, which
+        bounds the memory.
         """
         scores = lengths.new_zeros(len(lengths), dtype=torch.float64)
         for part, width in by_length(lengths):
@@ -83,12 +83,12 @@ class CiderD:
         return scores
 
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
-        """The scores (R,) of one part of the captions; the arguments are those of `score`."""
+        """The scores (R,) of one part of the captions. The arguments are those of `score`."""
         index = self._tensors
         grams = count_ngrams(captions, lengths, self._bigrams)
         ngram, in_references = self._ngrams.find(grams.key)
-        # An n-gram that was not found has document frequency 1, and log_documents is its idf. It has no position, so
-        # position 0 is read and not used.
+        # An n-gram that no reference contains has document frequency 1, so its idf is log_documents. The idf at
+        # position 0 is read for such an n-gram, but not used.
         idf = take(index["idf"], ngram.where(in_references, 0))
         weight = grams.times * torch.where(in_references, idf, self.log_documents)
         squares = captions.new_zeros((len(captions), captions.shape[1] * N_MAX), dtype=torch.float64)
@@ -122,10 +122,10 @@ class CiderD:
         return matched / N_MAX / num_references.clamp(min=1) * 10.0
 
     def _find_pairs(self, images: Tensor, ngram: Tensor) -> tuple[Tensor, Tensor]:
-        """The pair of each n-gram (n,) and its image (n,), and whether there is one.
+        """Finds the pair of image images[i] and n-gram ngram[i]. Returns the pairs' numbers, and whether each exists.
 
         An image with p pairs has p buckets. The n-gram with the number i is in the bucket i * p // V. The numbers of
-        n-grams come from a hash, so a bucket has about one pair. The buckets have the order of the pairs.
+        n-grams come from a hash, so a bucket has about one pair. Pairs are sorted, so those of a bucket are neighbors.
         """
         index = self._tensors
         offset = take(index["pair_offset"], images).long()
@@ -146,7 +146,7 @@ class Grams(NamedTuple):
 
 
 def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
-    """The distinct n-grams of captions (R, T) of `lengths` (R,). bigrams: the keys of the references' 2-grams."""
+    """The distinct n-grams of captions. words: ids (R, T). lengths: (R,). bigrams: keys of the references' 2-grams."""
     width = words.shape[1]
     inside = torch.arange(width, device=words.device) < lengths[:, None]
     # Captions are the last dimension, so that comparisons are vectorized. Each position of padding has its own negative
@@ -154,7 +154,7 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
     padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
     same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
     same = same_word  # True where the n-grams of the current order at two positions are equal
-    # (T, T, 1): whether the second position is before the first one
+    # (T, T, 1): True where the second position is before the first position
     is_before = torch.ones(width, width, dtype=torch.bool, device=words.device).tril(-1)[:, :, None]
     parts = [(words.new_zeros(0),) * 4]
     for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):
@@ -177,7 +177,7 @@ def bigram_keys(first: Any, second: Any) -> Any:
 
 
 def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
-    """The keys of the n-grams at every position: one tensor (R, T - n + 1) for each n. They are exact up to 2^30 words.
+    """The keys of the n-grams at every position: one tensor (R, T - n + 1) for each n. Word ids must be below 2^30.
 
     The two lowest bits of a key are n - 1. The bits above them are the word (n = 1), both words (2), the number of the
     first 2-gram and the last word (3), or the numbers of the first and the last 2-gram (4). The number of a 2-gram is
@@ -196,12 +196,12 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class HashTable:
-    """Distinct int64 keys in the order of their `hashes`. The position of a key in `keys` is its number.
+    """Distinct int64 keys in the order of their `hashes`. The number of a key is its position in `keys`.
 
     A bucket has about one key, so a look-up takes about two memory accesses. A binary search would take twenty.
     """
 
-    keys: Tensor  # (size + 1,). The last one is padding, so that the position after the last key can be read.
+    keys: Tensor  # (size + 1,). The last key is padding, so that the position after the last key can be read.
     start: Tensor  # (buckets + 1,). The position of each bucket's first key, and the end of the last bucket.
 
     @classmethod
@@ -220,7 +220,7 @@ class HashTable:
         return len(self.keys) - 1
 
     def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The positions (n,) of values (n,), and whether the table has each. Other positions have no meaning."""
+        """The positions (n,) of values (n,), and whether the table has each. If not, the position is arbitrary."""
         num_buckets = len(self.start) - 1  # a power of two
         buckets = _buckets(values, num_buckets.bit_length() - 1)
         position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
@@ -230,8 +230,8 @@ class HashTable:
 def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """The positions in `keys` of values (n,), and whether each value's bucket has it.
 
-    position, end (n,) int64: where the bucket of each value begins and ends. `position` is changed. `keys` needs one
-    key of padding after the last bucket.
+    position, end (n,) int64: where the bucket of each value begins and ends. `position` is changed in place. `keys`
+    needs one key of padding after the last bucket.
     """
     present = (take(keys, position) == values) & (position < end)
     pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
@@ -244,17 +244,17 @@ def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor)
 
 
 def hashes(keys: np.ndarray) -> np.ndarray:
-    """Distinct hashes (n,) uint64 of distinct keys (n,). Their highest bits are the bucket in a `HashTable`.
+    """Distinct hashes (n,) uint64 of distinct keys (n,). The highest bits of a hash are the bucket in a `HashTable`.
 
-    So keys in the order of their hashes are in the order of buckets, however many buckets there are.
+    So keys in the order of their hashes are in the order of buckets, for any number of buckets.
     """
     return (keys * np.int64(_FIBONACCI)).view(np.uint64)
 
 
 def _buckets(keys: Tensor, bits: int) -> Tensor:
-    """The bucket of each key: a number of this many bits, which are the highest ones of its hash.
+    """The bucket of each key: the highest `bits` bits of its hash.
 
-    `>>` shifts in copies of the sign bit, and the mask removes them.
+    `>>` shifts in copies of the sign bit, so a mask removes them.
     """
     return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
 
@@ -265,7 +265,7 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def index_type(limit: int) -> Any:
-    """int32 if it can hold values up to `limit`, else int64. Look-ups in smaller arrays are faster."""
+    """int32 if values up to `limit` fit, else int64, because look-ups in smaller arrays are faster."""
     return np.int32 if limit < 1 << 31 else np.int64
 
 
@@ -293,20 +293,20 @@ class Ragged:
         starts = np.cumsum(self.lengths) - self.lengths
         for numbers, width in by_length(torch.from_numpy(self.lengths)):
             rows = numbers.numpy()
-            # After the end of a caption, these are positions of other captions' words, which serve as padding.
+            # Positions after the end of a caption point to words of other captions, which serve as padding.
             positions = starts[rows, None] + np.arange(width)
             words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
             yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
 
 
 def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> CiderD:
-    """The index of each image's reference captions, given as word-id sequences (ids below 2^30). Iterates once.
+    """Builds the index of each image's reference captions, which are sequences of word ids below 2^30. Iterates once.
 
-    Of English captions of 10 words it has about 0.7 kB per caption, mostly 12 bytes for each n-gram of each image.
-    Building it takes up to 3.2 kB per caption, and about 2 s of one core per 100,000.
+    For English captions of 10 words, the index takes about 0.7 kB per caption, mostly 12 bytes for each n-gram of each
+    image. Building the index takes up to 3.2 kB per caption, and about 2 s of one core per 100,000 captions.
 
-    caption_documents: compute document frequencies over captions instead of images, as the meshed-memory transformer's
-    reward does.
+    caption_documents: if true, document frequencies count captions instead of images, as in the meshed-memory
+    transformer's reward.
     """
     captions, counts = _captions(references)
     lengths = captions.lengths
@@ -322,7 +322,7 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
     pair = image_of_caption[slot // N_MAX] * num_ngrams + ngram
     order = np.argsort(pair, kind="stable").astype(index_type(len(pair)))
     pair = pair[order]
-    start = np.flatnonzero(_is_first(pair))  # the first entry of each pair in this order
+    start = np.flatnonzero(_is_first(pair))  # the position of each pair's first entry
     pair_image, pair_ngram = np.divmod(pair[start], num_ngrams)
     del pair
 
@@ -336,7 +336,7 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
     bucket = first_pair[pair_image] + pair_ngram * pairs[pair_image] // num_ngrams
     in_bucket = np.bincount(bucket, minlength=len(start))
     first_caption = np.cumsum(counts) - counts
-    reference = np.arange(len(lengths)) - first_caption[image_of_caption]  # of each caption, counted from its image's
+    reference = np.arange(len(lengths)) - first_caption[image_of_caption]  # each caption's number in its image
     arrays = {
         "reference_offset": _positions(first_caption, len(lengths)),
         "length": np.maximum(lengths - 1.0, 0.0),
@@ -388,7 +388,7 @@ def _entries(captions: Ragged, bigrams: HashTable) -> tuple[np.ndarray, np.ndarr
 
 
 def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct keys in the order of their `hashes`, and for each of the keys its position there (n,) int32."""
+    """The distinct keys in the order of their `hashes`, and the position of each of `keys` among them (n,) int32."""
     hashed = hashes(keys)
     order = np.argsort(hashed)
     is_first = _is_first(hashed[order])
@@ -398,17 +398,17 @@ def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _is_first(values: np.ndarray) -> np.ndarray:
-    """True for each of the sorted values (n,) that differs from the one before."""
+    """True (n,) for each of the sorted values (n,) that differs from the value before."""
     is_first = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=is_first[1:])
     return is_first
 
 
 def _positions(starts: np.ndarray, end: int) -> np.ndarray:
-    """These starts and the end, as the smallest integers that suffice."""
+    """The starts followed by the end, as int32 if the end fits, else int64."""
     return np.append(starts, end).astype(index_type(end))
 
 
 def _small(values: np.ndarray) -> np.ndarray:
-    """The same numbers with the type uint8 if all fit, else int32."""
+    """The same numbers as uint8 if all fit, else as int32."""
     return values.astype(np.uint8 if values.max(initial=0) < 256 else np.int32)

@@ -1,7 +1,7 @@
 """The rewards of SCST: CIDEr-D of token ids, rewards of words, and the weighted sum that `scst.reward` names.
 
 CIDEr-D is also the score of validation. The other rewards are computed from the words of the language's metrics
-(`scores.metric_words`), whatever the model's tokens are. EOS does not count as a word there.
+(`scores.metric_words`), whatever the model's tokens are. For these rewards, EOS does not count as a word.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.training.rewards.cider import build_index
 
 MAX_IMAGES = 100_000  # A worker keeps the words of the references of this many images, which takes 100 MB.
-CIDER_D = "ciderd"  # the name of `CiderDReward`. It reads token ids, so that EOS can count as a word.
+CIDER_D = "ciderd"  # the name of `CiderDReward`, which reads token ids, so that EOS can count as a word
 
 
 class CiderDReward:
     """CIDEr-D of sampled token ids (SOS ... EOS PAD) against reference captions, which the vocabulary tokenizes.
 
     References keep all their words, including those outside the model's vocabulary. If the vocabulary has subwords,
-    sampled captions and references are split into the words of the language's metrics. This happens on the host, once
-    per distinct caption of a call, and takes 0.1 to 0.3 ms per caption.
+    sampled captions and references are split into the words of the language's metrics. The host splits each distinct
+    caption of a call once, in 0.1 to 0.3 ms per caption.
 
     eos: if true, EOS counts as a word at the end of every reference and of every caption that ended. A caption that was
     cut off at the length limit then scores lower.
     caption_documents: if true, the document frequencies count captions instead of images.
-    device: of the captions to score, and of the index, whose size `build_index` states.
-    ground_truth: how well the first caption of an image scores against its other captions, as the mean CIDEr-D over the
-    first 1000 images with several captions. The two values are with EOS and without it. None if no image has several.
+    device: of the captions to score and of the index. `build_index` states the size of the index.
+    ground_truth: CIDEr-D of the first caption of an image against its other captions, as the mean over the first 1000
+    images with several captions. The two values are with EOS and without EOS. None if no image has several captions.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class CiderDReward:
         device: torch.device | str = "cpu",
         language: str = ENGLISH,
     ) -> None:
-        """references: the captions of each image, as `Vocabulary.tokenize` takes them."""
+        """references: the captions of each image, as texts that `Vocabulary.tokenize` accepts."""
         self.eos, self.eos_id = eos, vocabulary.eos
         self._vocabulary, self._language = vocabulary, language
         with_several: list[list[list[int]]] = []
-        # The ids of words: those of the vocabulary or, if that has subwords, new ones for the references' words.
+        # Words have the ids of the vocabulary. If the vocabulary has subwords, the references' words get new ids.
         ids = dict(vocabulary.ids) if vocabulary.subwords is None else {EOS: 0}
 
         def encoded() -> Iterator[list[list[int]]]:
-            """The captions of each image. A word without an id gets the next free one."""
+            """The captions of each image as word ids. A word without an id gets the next free id."""
             for texts in references:
                 captions = [[ids.setdefault(word, len(ids)) for word in self._words(text)] for text in texts]
                 if len(captions) > 1 and len(with_several) < 1000:
@@ -72,13 +72,13 @@ class CiderDReward:
         self.ground_truth = _ground_truth(with_several, eos)
         self._word_ids = None if vocabulary.subwords is None else ids
         ignored = [vocabulary.pad, vocabulary.sos]
-        ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # tokens of white space
+        ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # white space is no word
         self._ignored = torch.tensor(ignored, device=device)
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> Tensor:
-        """CIDEr-D, a float64 tensor (R,) in the usual scale of 0 to 10, of R captions.
+        """CIDEr-D of R captions on the usual scale from 0 to 10, as a float64 tensor (R,).
 
-        tokens: (R, T) on the reward's device; those after the first EOS are ignored. indices: (R,) int64 on this
+        tokens: (R, T) on the reward's device. Tokens after the first EOS are ignored. indices: (R,) int64 on the same
         device, the number of each caption's image in the order of the references.
         """
         if self._word_ids is not None:
@@ -92,7 +92,7 @@ class CiderDReward:
         return self.scorer.score(tokens.gather(1, order), is_word.sum(1), indices)
 
     def _words(self, caption: str) -> list[str]:
-        """The words of a reference, with EOS if that counts."""
+        """The words of a reference, and EOS at the end if EOS counts as a word."""
         vocabulary = self._vocabulary
         is_subwords = vocabulary.subwords is not None
         words = _words_of(caption, self._language) if is_subwords else vocabulary.tokenize(caption)
@@ -129,7 +129,7 @@ def _ground_truth(images: list[list[list[int]]], eos: bool) -> tuple[float, floa
     first = [torch.tensor(captions[0], dtype=torch.int64) for captions in images]
     lengths, indices = torch.tensor([len(caption) for caption in first]), torch.arange(len(first))
     tokens = pad_sequence(first, batch_first=True)
-    # A caption without its last token is one without EOS.
+    # If EOS counts, EOS is the last token, so captions without their last token are scored without EOS.
     whole, cut = (others.score(tokens, (lengths - last).clamp(min=0), indices).mean().item() for last in (0, int(eos)))
     return whole, cut
 
@@ -140,7 +140,7 @@ def length(captions: CaptionWords) -> np.ndarray:
 
 
 def repetition(captions: CaptionWords) -> np.ndarray:
-    """How many pairs of neighboring words of each caption repeat an earlier pair of it.
+    """For each caption, the number of its pairs of neighboring words that repeat an earlier pair.
 
     "a dog and a dog" has 1, "dog dog dog dog" has 2. A negative weight makes captions repeat less.
     """
@@ -148,7 +148,7 @@ def repetition(captions: CaptionWords) -> np.ndarray:
     return np.array([len(each) - len(set(each)) for each in pairs], np.float64)
 
 
-# Each function gives N captions their values, float64 (N,), where the value of a caption does not depend on the others.
+# Each function returns the values of N captions, float64 (N,). The value of a caption does not depend on the others.
 # BLEU-n and ROUGE-L are the metrics' values per image, from 0 to 1. BLEU is hardly smoothed (1e-15 matches and 1e-9
 # n-grams), so a caption without a matching 4-gram has a BLEU-4 below 0.0002.
 WORD_REWARDS: dict[str, Callable[[CaptionWords], np.ndarray]] = {
@@ -166,8 +166,8 @@ REWARDS = (CIDER_D, *WORD_REWARDS)
 class WeightedReward:
     """The sum of weights times rewards of `REWARDS`.
 
-    If a reward needs words, sampled captions and the references of their images are split on the host. This takes 0.1
-    to 0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of references are kept
+    If a reward needs words, the host splits sampled captions and the references of their images. The split takes 0.1 to
+    0.3 ms per distinct sampled caption of a call, and per reference of a new image. The words of references are kept
     for MAX_IMAGES images.
     """
 
@@ -179,14 +179,14 @@ class WeightedReward:
         vocabulary: Vocabulary,
         language: str,
     ) -> None:
-        """captions_of: gives the raw captions of the image with a number. cider_d: of the same images in this order."""
-        self.weights = dict(sorted(weights.items()))  # The order in a file must not change the rounding of the sum.
+        """captions_of: returns the raw captions of an image by its number. cider_d: of the images in the same order."""
+        self.weights = dict(sorted(weights.items()))  # so that the order in a file does not change the sum's rounding
         self.cider_d, self._vocabulary, self._language = cider_d, vocabulary, language
-        # It does not refer to `self`: a cycle would keep the index of a finished stage in a GPU's memory.
+        # The function must not refer to `self`, because a cycle would keep a finished stage's index in a GPU's memory.
         self._of_image = lru_cache(MAX_IMAGES)(lambda index: [_split(text, language) for text in captions_of(index)])
 
     def __call__(self, tokens: Tensor, indices: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum (R,) for R captions, and by name the values (R,) of each reward before its weight; all float64.
+        """The weighted sum (R,) for R captions, and each reward's values (R,) without weight by name. All are float64.
 
         tokens, indices: see `CiderDReward`.
         """
@@ -201,7 +201,7 @@ class WeightedReward:
         return torch.stack(parts).sum(0), values
 
     def _words(self, tokens: Tensor, indices: Tensor) -> tuple[CaptionWords, Tensor]:
-        """The distinct pairs of a caption and an image, and for each row the number of its pair (R,), on the host."""
+        """The words of each distinct pair (caption, image), and the number of each row's pair (R,), on the host."""
         rows = [tuple(row) for row in tokens.tolist()]
         pairs = list(zip(rows, indices.tolist(), strict=True))
         words = {row: _split(self._vocabulary.decode(row), self._language) for row in dict.fromkeys(rows)}
@@ -212,5 +212,5 @@ class WeightedReward:
 
 
 def _split(caption: str, language: str) -> list[str]:
-    """The words of a caption. Equal words are one object, because references repeat few words."""
+    """The words of a caption. Equal words share one object, which saves memory, because references repeat words."""
     return list(map(sys.intern, metric_words(caption, language)))
