@@ -184,8 +184,8 @@ def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: O
 def keep_results(scores: Scores, info: Mapping[str, object], decorations: Decorations) -> None:
     """Stores the fitted confidence in the bundle that was evaluated, and adds `info` to the bundle's info.
 
-    Nothing is written if `info` is empty and the bundle already has the confidence, or if there is none. A champion's
-    bundle is never changed, because its digests are recorded elsewhere. If writing fails, the log has a warning.
+    Nothing is written if there is no new confidence and `info` is empty. A champion's bundle is never changed, because
+    its digests are recorded elsewhere. If writing fails, a warning is logged.
     """
     (bundle,) = scores.bundles
     confidence = scores.confidence
