@@ -204,7 +204,7 @@ class Chart:
 def make_chart(
     name: str, lines: Sequence[Sequence[tuple[float, float]]], readings: Sequence[tuple[str, str]], unit: str = ""
 ) -> Chart:
-    """A chart of lines with points (x, y). The first line must have points. readings: see `Chart`. unit: of both axes."""
+    """A chart of lines with points (x, y). The first line must not be empty. unit: of both axes. See `Chart`."""
     points = np.array([point for line in lines for point in line], float)
     (left, bottom), (right, top) = points.min(0).tolist(), points.max(0).tolist()
     margin = (top - bottom) * 0.06 or abs(bottom) * 0.1 or 1.0  # above 0, also if all values are equal
