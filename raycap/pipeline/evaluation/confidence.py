@@ -61,10 +61,7 @@ CHUNK_VALUES = 2**22  # A bootstrap draws at most this many image indices at onc
 
 
 class Judgement(NamedTuple):
-    """The confidence in one caption.
-
-    confidence: the probability that the caption is good, in [0, 1]. expected_ciderd: in [0, MAX_CIDER].
-    """
+    """The probability in [0, 1] that a caption is good, and its expected CIDEr-D in [0, MAX_CIDER]."""
 
     confidence: float
     expected_ciderd: float
@@ -165,10 +162,7 @@ class _Content:
 
 
 def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
-    """The fits in the content of confidence.json. name: the file, for messages.
-
-    Raises UserError if the content is malformed or has signals other than SIGNALS.
-    """
+    """Parses confidence.json. Raises UserError for malformed content or other signals. name: the file, for messages."""
     return parse_section(_Content, parse_json(data, name), name).fits
 
 
@@ -211,8 +205,7 @@ def fit_confidence(
     """Fits a logistic regression of `good` and a ridge regression of `ciderd`, both with the penalty L2.
 
     signals: (n, len(SIGNALS)). good: (n,) bool with both values. ciderd: (n,). The logistic regression minimizes the
-    sum of the negative log-likelihoods plus L2 / 2 times the sum of squared weights. search, good_ciderd: as in
-    `Confidence`.
+    sum of the negative log-likelihoods plus L2 / 2 times the sum of squared weights.
     """
     from sklearn.linear_model import LogisticRegression, Ridge
 
@@ -233,10 +226,7 @@ def fit_confidence(
 
 
 class Bin(NamedTuple):
-    """Images with similar confidences.
-
-    confidence: the mean confidence of the images. good: the share of their captions that are good.
-    """
+    """Images with similar confidences. confidence: their mean. good: the share of their captions that are good."""
 
     confidence: float
     good: float
@@ -256,8 +246,7 @@ class Risk(NamedTuple):
 class Quality:
     """The quality of a confidence on one split.
 
-    good: says in words when a caption is good. mean: the mean confidence. auroc: None if all captions are good or none
-    is.
+    good: says when a caption is good. mean: the mean confidence. auroc: None if all captions are good, or none is.
     """
 
     good: str
@@ -311,8 +300,7 @@ def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
     """Sorts images by confidence and splits them into NUM_BINS bins of equal size, or fewer if there are fewer images.
 
     The mean of |confidence - good| over the images is the expected calibration error (Guo et al. 2017, arXiv
-    1706.04599, eq. 3). The bins of that paper have equal width, so that one bin can contain most images. Bins of equal
-    size avoid this.
+    1706.04599, eq. 3). The bins of that paper have equal width instead, so that one bin can contain most images.
     """
     parts = np.array_split(np.argsort(confidences, kind="stable"), min(NUM_BINS, len(good)))
     return tuple(Bin(float(confidences[part].mean()), float(good[part].mean()), len(part)) for part in parts)

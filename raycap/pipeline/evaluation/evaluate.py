@@ -252,10 +252,7 @@ def caption_scores(
 def _scored(
     result: SplitScores, part: Dataset, settings: RunConfig, protocol: Protocol, options: Options
 ) -> SplitScores:
-    """The captions of a split with their scores.
-
-    part: the images of the split. Images that could not be read have no caption and are not scored.
-    """
+    """Scores the captions of a split. part: its images, of which those that cannot be read have no caption."""
     split = result.split
     if result.constraints is not None:
         logger.info(f"search    {split}: {result.constraints}")

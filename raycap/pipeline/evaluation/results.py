@@ -120,10 +120,7 @@ class Explanation:
 
 
 class ConstraintCounts(NamedTuple):
-    """How many captions satisfy their constraints.
-
-    images: the number of images with constraints. not_held: the ids of images whose caption satisfies too few of them.
-    """
+    """The number of images with constraints, and the ids of the images whose caption satisfies too few of them."""
 
     images: int
     not_held: list[int]
@@ -318,10 +315,7 @@ class Scores:
 
 
 def write_captions(folder: Path, split: str, images: Mapping[int, ImageCaption], predictions: str) -> None:
-    """Writes the best captions of a split as a COCO result file, and all captions with their values as an n-best file.
-
-    predictions: the name of the COCO result file.
-    """
+    """Writes the best captions as a COCO result file named `predictions`, and all captions as an n-best file."""
     write_predictions(folder / predictions, SplitScores(split, images).captions)
     ranked = {image: [one.to_json() for one in each.n_best] for image, each in images.items() if each.n_best}
     write_n_best(folder / N_BEST.format(split), ranked)

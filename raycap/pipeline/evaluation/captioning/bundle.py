@@ -111,10 +111,7 @@ class Bundle:
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
     def changed_search(self, given: Mapping[str, object], search: EvaluationSection | None = None) -> EvaluationSection:
-        """The search, or by default the recorded one, changed to the given values of SEARCH_KEYS.
-
-        Raises UserError for invalid values.
-        """
+        """The search, or by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError."""
         changed = changed_search(search or self.search, given)
         if given:
             changed.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)

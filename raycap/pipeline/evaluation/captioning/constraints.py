@@ -68,10 +68,7 @@ def read_constraints(path: Path) -> dict[int, ImageConstraints]:
 
 
 def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> dict[int, ConstraintAutomaton]:
-    """Reads the constraints of `images` and builds their automata. Images without constraints are left out.
-
-    Raises UserError like `read_constraints` and `build_automata`.
-    """
+    """Reads the constraints of these `images` and builds their automata. Raises UserError like `build_automata`."""
     wanted = set(images)
     constraints = {image: value for image, value in read_constraints(file).items() if image in wanted}
     return build_automata(constraints, vocabulary, str(file))

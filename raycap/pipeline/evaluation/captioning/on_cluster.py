@@ -48,10 +48,7 @@ class TaskModel(NamedTuple):
     store: StoragePath | None = None
 
     def load(self) -> Bundle:
-        """Loads the bundle, without its backbone if there is a store.
-
-        Raises UserError if there is neither a store nor a backbone.
-        """
+        """Loads the bundle, without its backbone if there is a store. Raises UserError if there is neither."""
         bundle = self.source.load()
         if self.store is not None:
             return replace(bundle, captioner=bundle.captioner.without_backbone(), transform=None)

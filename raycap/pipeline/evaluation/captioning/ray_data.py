@@ -104,10 +104,7 @@ def _text(name: bytes) -> str:
 
 
 def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
-    """Adds resized pixels (B, H, W, 3) uint8 and a reason to a batch of names. The reason is "" for a readable image.
-
-    An image that cannot be read is black.
-    """
+    """Adds resized pixels (B, H, W, 3) uint8 to a batch of names. An unreadable image is black and has a reason."""
     names, side = [_text(name) for name in batch["name"]], transform.image_size
     pixels = np.zeros((len(names), side, side, 3), np.uint8)
 

@@ -73,10 +73,7 @@ class CaptionService:
             self.precision = times.fastest
 
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
-        """The search of this service with changed keys and `num_results` captions per image.
-
-        Raises UserError for invalid values.
-        """
+        """The search of this service with changed keys and `num_results` captions per image. Raises UserError."""
         search = self.bundle.changed_search(changes, self.search) if changes else self.search
         if num_results < 1 or (num_results > search.beam_size and not search.decoding.sampling):
             raise UserError(f"num_results is {num_results}; expected 1 to the beam's size, {search.beam_size}")

@@ -145,7 +145,7 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
             self.attributes = state
 
     def lookup(content: object = None) -> dict[Any, Any]:
-        """A stand-in for defaultdict and Counter. Returns the dict of a Counter, or {} for a defaultdict's factory."""
+        """A stand-in for Counter and defaultdict. Returns a Counter's dict, and ignores a defaultdict's factory."""
         return content if type(content) is dict else {}
 
     def tables_of(content: object) -> Values:
