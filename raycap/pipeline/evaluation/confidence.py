@@ -32,10 +32,10 @@ FORMAT = 1
 NUM_LOWEST = 4
 NUM_FIRST = 4  # tokens after SOS, among which the main object is named
 # The signals of a caption come from the log-probabilities of its tokens in nats, EOS included: their mean, their sum,
-# the number of tokens, and the NUM_LOWEST lowest values (0 where a caption has fewer tokens). The number of tokens
-# includes SOS, also where the mean divides by it, because beams are ranked in this way. The last two signals describe
-# the first NUM_FIRST tokens after SOS: their mean log-probability, and their mean energy (`captioning.search`), which
-# is higher on images unlike those of the training. Further signals improved nothing (see BENCHMARKS.md).
+# the number of tokens, and the NUM_LOWEST lowest values (0 if a caption has fewer tokens). The number of tokens, by
+# which the mean divides, includes SOS as in the ranking of beams. The last two signals describe the first NUM_FIRST
+# tokens after SOS: their mean log-probability, and their mean energy (`captioning.search`), which is higher on images
+# unlike the training images. There are no further signals, because others improved nothing (see BENCHMARKS.md).
 SIGNALS = (
     *("mean", "sum", "length"),
     *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)),
@@ -113,7 +113,7 @@ class Confidence:
         if not signals:
             return None
         standardized = (np.asarray(signals, np.float64) - self.mean) / self.scale
-        probability = (1 + math.tanh(self.log_odds(standardized) / 2)) / 2  # the logistic function
+        probability = (1 + math.tanh(self.log_odds(standardized) / 2)) / 2  # the logistic function, safe from overflow
         return Judgement(probability, min(max(self.ciderd(standardized), 0.0), MAX_CIDER))
 
 

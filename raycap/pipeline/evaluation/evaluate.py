@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALL_IMAGES = "all"  # the name for --split that selects every image
+ALL_IMAGES = "all"  # as the name of a split, it selects every image
 Automata = Mapping[str, Mapping[int, "ConstraintAutomaton"]]  # by split and image id
 SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image id
 

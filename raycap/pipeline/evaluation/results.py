@@ -1,4 +1,4 @@
-"""The results of captioning and of evaluations: captions of images, the scores of a split, and those of all splits.
+"""The results of captioning and evaluation: captions of images, the scores of one split, and the scores of all splits.
 
 Every way to caption images (evaluations, `raycap caption`, the Python API, `raycap serve`, MLflow) returns an
 `ImageCaption`. A served model has few packages, so this module imports neither torch nor packages that only metrics

@@ -1,4 +1,4 @@
-"""The model bundle: a folder with everything that captioning needs. Writes, checks and loads it, also in Ray's workers.
+"""The model bundle, a folder with everything that captioning needs, and how bundles are written, checked and loaded.
 
 model.safetensors    tensors under "model." and "backbone."
 config.yaml          format, name, model, backbone (or null), sizes, protocol, info
@@ -77,7 +77,7 @@ FILE_LIMITS = {
     **dict.fromkeys((DIGESTS, CONFIDENCE), MAX_BYTES),
 }
 # Limits for sizes in config.yaml that cost time or memory and cannot be checked against tensors in model.safetensors
-MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
+MAX_LAYERS = 200  # of the encoder, the decoder and the backbone. Published models have 24 or fewer.
 MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
@@ -458,7 +458,7 @@ class SentBundle:
             return load_bundle(Path(folder))
 
 
-ModelSource = StoredBundle | SentBundle  # how a worker finds a model; small, because Ray pickles it into each task
+ModelSource = StoredBundle | SentBundle  # what Ray pickles into each task, so that a worker can load the model
 
 
 def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:

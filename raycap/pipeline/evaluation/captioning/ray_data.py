@@ -49,7 +49,7 @@ class CaptionPool:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """The smallest resources for captioning: those of one captioning process and of one decoding task."""
+        """The smallest resources for captioning: CPUs and GPUs of one captioning process and of one decoding task."""
         return [{"CPU": self.cpus, "GPU": self.gpus}, {"CPU": DECODING_CPUS}]
 
 

@@ -49,7 +49,7 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import StorageError
 
-Hypotheses = dict[int, list[RankedCaption]]  # by image id, best first
+Hypotheses = dict[int, list[RankedCaption]]  # {image id: captions, best first}
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def caption_batches(
     """Yields for each batch its `search.settings.num_results` best captions by image id, and {unreadable id: reason}.
 
     Each rank captions its shard, every `world_size`-th image, without a process group. models: one model, or several as
-    an ensemble. They are set to evaluation mode. inputs: for each model, its inputs of the same images in the same
-    order. constraints: {image id: automaton}, for images with constraints. If the GPU's memory runs out, fewer images
-    are captioned at a time, down to one, but each yielded batch still has `images_at_a_time` images.
+    an ensemble. All models are set to evaluation mode. inputs: for each model, its inputs of the same images in the
+    same order. constraints: {image id: automaton}, for images with constraints. If the GPU's memory runs out, fewer
+    images are captioned at a time, down to one, but each yielded batch still has `images_at_a_time` images.
     """
     if search.settings.precision == "auto":
         raise ValueError("evaluation.precision is auto, which must be decided before the search")
@@ -121,7 +121,7 @@ def caption_batches(
         rows = shard[first : first + batch_size]
         hypotheses: Hypotheses = {}
         unreadable: dict[int, str] = {}
-        start = one_by_one_until = 0  # images before this position are captioned one at a time
+        start = one_by_one_until = 0  # up to this position, images go one at a time to find an unreadable one
         while start < len(rows):
             batch = rows[start : start + (1 if start < one_by_one_until else size)]
             try:
@@ -291,14 +291,14 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     """
     tokens = tokens[:, : model.sizes.max_positions]
     sizes = model.sizes
-    states: list[Tensor] = []  # the input of the output layer, which is the last decoder states (B, T, D)
+    states: list[Tensor] = []  # the input of the output layer: the decoder's last states (B, T, D)
     with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
     ended = (tokens == sizes.eos).cumsum(1) > 0  # True from EOS on
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
     agree = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), counted)
-    return agree.sum(1) / counted.sum(1)  # 0 / 0 is NaN
+    return agree.sum(1) / counted.sum(1)  # NaN without words, because 0 / 0 is NaN
 
 
 @torch.no_grad()

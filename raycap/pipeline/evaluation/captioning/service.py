@@ -181,7 +181,7 @@ class CaptionService:
         explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
         if attribution is None:
             return explanation
-        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
+        gap = float(attribution.gap.max()) if words else 0.0  # without words, `max` would fail
         shares = attribution.shares().cpu().numpy()
         return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
 

@@ -98,7 +98,7 @@ def _check_operations(data: bytes) -> None:
             raise pickle.UnpicklingError(f"it has more than {MAX_OTHER_OPERATIONS} objects of other types")
         if isinstance(argument, int) and abs(argument) > MAX_INTEGER:
             raise pickle.UnpicklingError("it holds an integer of more than 60 bits")
-        # A huge index would make the unpickler allocate a table of that size.
+        # The unpickler would allocate a table of the size of the index, so huge indices are refused.
         if "PUT" in code.name and isinstance(argument, int) and argument > MAX_OPERATIONS:
             raise pickle.UnpicklingError(f"it asks for place {argument} in a memo; the limit is {MAX_OPERATIONS}")
 
@@ -215,7 +215,7 @@ Imported = tuple[Captioner, Vocabulary, str, str]
 
 
 def _import_expansionnet(request: ImportRequest) -> Imported:
-    """Imports an ExpansionNet v2 checkpoint, with its own Swin as backbone, or that of --backbone, or none."""
+    """Imports an ExpansionNet v2 checkpoint. The backbone is its own Swin, or the Swin of --backbone, or missing."""
     vocabulary, tensors = read_expansionnet_vocabulary(request.tokens), read_tensors(request.checkpoint)
     # if the checkpoint contains the backbone, a Swin, the names of its tensors start with a prefix
     swin_names = [name for name in tensors if name.startswith(convert.SWIN_PREFIX)]
@@ -323,7 +323,7 @@ def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values)
         )
     size = (
         backbone.config.image_size if mask is None or not mask.ndim else 4 * window * math.isqrt(len(mask))
-    )  # patches have 4 pixels
+    )  # a patch has 4 x 4 pixels, and `mask` has one entry per window
     if size != backbone.config.image_size and "image_size" not in settings:
         raise UserError(
             f"backbone.image_size is {backbone.config.image_size}, and the file's Swin was trained at {size}; give "

@@ -75,7 +75,7 @@ def paired_difference(
 
     Each resample draws images with replacement, the same images for all seeds of both sides. Then it adds a random
     deviation for the choice of seeds. Seeds are not drawn with replacement, because 2 to 5 seeds give few distinct
-    values and a variance that is too small by (n - 1)/n. Instead the deviation is drawn from Student's t distribution,
+    values and a variance that is too small by (n - 1)/n. Instead, the deviation is drawn from Student's t distribution,
     with the unbiased variance between seeds (`_seed_variance`) and the degrees of freedom of Welch (1947). A side with
     one seed gets the variance of the other side. With one seed on both sides, the interval holds for these two models
     only.
@@ -153,8 +153,8 @@ def _seed_variance(scores: np.ndarray) -> float:
     """Estimates the variance between seeds of the mean score over unlimited images. scores: (seeds, images).
 
     The means over the given images also differ because each seed deviates in its own way on each image. The resampling
-    of images already covers this part, so it is subtracted. It is estimated by the residual mean square of the two-way
-    table of seeds and images, divided by the number of images.
+    of images already covers this part, so it is subtracted. The estimate of this part is the residual mean square of
+    the two-way table of seeds and images, divided by the number of images.
     """
     num_seeds, num_images = scores.shape
     means = scores.mean(1)

@@ -66,7 +66,7 @@ class PrintedTable:
 
     title: str
     columns: Sequence[str]
-    keys: Sequence[str]  # the keys of the section `model` in which the rows differ; each row sets all of them
+    keys: Sequence[str]  # the keys of the section `model` in which rows differ. Each row sets all of these keys.
     rows: Sequence[PrintedRow]
     baseline: int = 0
 

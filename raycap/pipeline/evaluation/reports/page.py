@@ -146,7 +146,7 @@ def render_template(path: Path, **values: Any) -> str:
 
     environment = Environment(
         loader=FileSystemLoader(path.parent),
-        autoescape=True,  # captions and names are untrusted text
+        autoescape=True,  # because captions and names are untrusted text
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

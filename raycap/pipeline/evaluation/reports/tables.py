@@ -68,7 +68,7 @@ class SeedScores:
         return Spread.of(present) if len(present) == len(values) else None
 
     def to_json(self) -> Values:
-        """{split: {"images": number, "scores": {metric: statistics, or null}}}."""
+        """The scores as JSON: {split: {"images": number, "scores": {metric: statistics over the models, or null}}}."""
         return {
             split: {
                 "images": entries[0]["images"],

@@ -55,7 +55,7 @@ class Objects:
     def read(cls, section: ScoreInputsSection, language: str, data: DataSection | None) -> Objects | None:
         """Reads the objects that a configuration names. Raises UserError if a file cannot be read.
 
-        If it names none, the result has the shapes of the synthetic data set, or is None for other data sets.
+        If the configuration names none, the result has the shapes of the synthetic data set, or is None for other data.
         """
         if section.objects is None:
             synthetic = None if data is None else data.synthetic
@@ -98,7 +98,7 @@ class Objects:
         return found
 
     def in_image(self, image: object, references: Iterable[Sequence[str]]) -> set[str]:
-        """The objects of an image: those that its references name, and the annotated ones. references: as words."""
+        """The annotated objects of an image, and the objects that its references name. references: as words."""
         annotated = (self.annotated or {}).get(image, frozenset())
         return {object_name for words in references for object_name in self.mentions(words)} | annotated
 
@@ -241,7 +241,7 @@ def greedy_match(
     caption: np.ndarray, reference: np.ndarray, caption_weights: np.ndarray, reference_weights: np.ndarray
 ) -> tuple[float, float, float]:
     """The precision, recall and F1 of one pair of texts, from their unit vectors (T, W) and token weights (T,)."""
-    if min(len(caption), len(reference)) <= 2:  # nothing between the marks
+    if min(len(caption), len(reference)) <= 2:  # one of the texts has only its two marks
         return 0.0, 0.0, 0.0
     cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
     precision, recall = (

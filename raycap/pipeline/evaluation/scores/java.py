@@ -132,7 +132,7 @@ T = TypeVar("T")
 
 
 class JavaError(Exception):
-    """A Java program gave no result. The message is the reason."""
+    """Raised if a Java program gives no result. The message is the reason."""
 
 
 def java_version() -> str:
@@ -156,7 +156,7 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     if java is None:
         raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
     (smallest, largest), free = heap_mb, free_memory_mb()
-    if free < smallest * 1.25:  # Java also needs memory outside of its heap
+    if free < smallest * 1.25:  # 25 % more, because Java also needs memory outside its heap
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
     # The encoding is set, because its default depends on the locale before Java 18.

@@ -41,18 +41,18 @@ OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
 _PUNCTUATION = "'' ' `` ` -LRB- -RRB- -LCB- -RCB- . ? ! , : - -- ... ;"
 PUNCTUATION = frozenset(_PUNCTUATION.split())
 
-# Abbreviations in upper or lower case whose full stop is a part of the token. These may also end a sentence.
+# Abbreviations in upper or lower case whose full stop is a part of the token, and which may also end a sentence
 _CLOSING_ABBREVIATIONS = (
     "al ala apr aug bhd blvd bros co corp cos ct dak dec esq est etc ext feb fla fri ga inc ind jan jr jul jun kan ky "
     "ltd mar md mo mon mont neb nev nov oct penn plc rd rt sep seq sq sr sys tel tenn thu tue va vt wed wis wyo"
 )
-# These abbreviations never end a sentence.
+# Abbreviations of the same kind that never end a sentence
 _ABBREVIATIONS = (
     "adj adm adv ave cf cie col cpl dept det dr drs ens ft gen gov hon jos lt maj messrs mme mr mrs ms mt pfc ph pres "
     "prof pvt rep rev sen sfc sgt spc st ste vs wm"
 )
 _CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # only with a capital first letter
-_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # not when the whole word is in capitals
+_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # unless the whole word is in capitals
 _NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # only before a number
 # A single letter with a full stop is one token ("K."), unless one of these words follows, which starts a new sentence.
 _SENTENCE_STARTS = (
@@ -189,7 +189,7 @@ _PRINT_FORMS = (
     }
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
-_DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # the last two are characters without width
+_DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # \u200b and \ufeff are characters without width
 _FIRST_DROPPED = "\U00010000"  # tokens from this character on, such as emoji, are dropped
 _PIECE = re.compile(r"\S+")
 
