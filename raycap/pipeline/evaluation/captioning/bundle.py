@@ -231,7 +231,7 @@ def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapp
     """Adds the results of an evaluation to a bundle. Its local folder is replaced atomically.
 
     confidence: replaces the confidence of the same search. If it is None, the confidences do not change. info: is added
-    to the bundle's info. Raises UserError if the bundle is damaged. Also raises it for links and special files, because
+    to the bundle's info. Raises UserError if the bundle is damaged, or if it contains links or special files, because
     copying a stranger's bundle must not read or write the files to which they lead.
     """
     folder = fetched(bundle).resolve()

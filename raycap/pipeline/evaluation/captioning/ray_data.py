@@ -44,7 +44,7 @@ class CaptionPool:
 
     @property
     def cpus(self) -> float:
-        """CPUs per process. Without a GPU they are less than 1, so that a node with one CPU has room for decoding."""
+        """CPUs per process. A process takes less than 1 CPU, so that a node with one CPU has room for decoding."""
         return ACTOR_CPUS if self.gpus else 1 - DECODING_CPUS
 
     @property

@@ -1,4 +1,4 @@
-"""Captions many images with one model or an ensemble. Each worker searches captions for its share, in batches.
+"""Captions many images with one model or an ensemble. Each worker captions its share of the images in batches.
 
 Two measures of a best caption are computed, each with one teacher-forced pass. The alignment is the normalized
 fine-grained score of Ada-ClustFormer's paper (section 4.1): the share of words that agree with an image token. A word
@@ -59,7 +59,7 @@ class CaptionSearch:
     with_values: compute the alignment and the signals of each best caption, which take one decoder pass per batch, and
         another pass over the first tokens. Ensembles get neither, and captions with constraints get no signals.
     skip_unreadable: report images that cannot be read. If it is False, the first such image raises BadImage or OSError.
-        If the storage refuses or does not answer a request, an error is always raised: the image is not at fault.
+        An error is always raised if the storage refuses or does not answer, because the image is not at fault.
     """
 
     settings: EvaluationSection
@@ -204,7 +204,7 @@ def _search(
     automata: Sequence[ConstraintAutomaton | None],
     graphs: GraphedSearch | None,
 ) -> tuple[Captions, list[list[int | None]]]:
-    """Searches the best captions. Returns them, and for each caption the number of constraints that it satisfies.
+    """Finds the best captions. Returns them, and for each caption the number of constraints that it satisfies.
 
     The number is None if the image has no constraints, and -1 if the search did not find the caption.
     """

@@ -199,10 +199,7 @@ def _checked_words(content: object, words_key: str, ids_key: str, path: Path, la
 
 
 class ImportRequest(NamedTuple):
-    """The files of a model to import. tokens: the vocabulary. settings: what the user set, by section.
-
-    backbone_file: weights of a backbone, or None.
-    """
+    """A model to import. tokens: the vocabulary. settings: what the user set in the sections `model` and `backbone`."""
 
     checkpoint: Path
     tokens: Path
@@ -305,11 +302,11 @@ def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: in
 
 
 def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values) -> None:
-    """Raises UserError if the file's Swin has another window, or another image size than the default or a given one.
+    """Raises UserError if the file's Swin has another window, or if its image size is not the default and was not set.
 
     Without this check, timm would resize the tables of positions, and captions would be worse without a message. The
-    image size is known only for files with the original names, because they have a mask for each window of the shifted
-    attention.
+    image size is known only for files with the original names, because only these files have a mask for each window of
+    the shifted attention.
     """
     table = swin.get("layers.0.blocks.0.attn.relative_position_bias_table")
     mask = swin.get("layers.0.blocks.1.attn_mask")

@@ -151,7 +151,7 @@ def searched(protocol: Protocol, search: EvaluationSection) -> Protocol:
 
 
 def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
-    """The protocol of an ensemble: the values that all protocols share, and None for fields in which they differ.
+    """The common protocol of several models: the values that all share, and None for fields in which they differ.
 
     Raises UserError if the protocols differ in a field that has a default other than None, such as the language.
     """
