@@ -314,6 +314,7 @@ def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]
     """
     bad = ~good[np.argsort(-confidences, kind="stable")]  # sorted by confidence, the highest first
     num_images = len(bad)
+    # 1e-9 keeps rounding errors from covering one more image
     covered = np.array([math.ceil(coverage * num_images - 1e-9) for coverage in COVERAGES])
     generator = np.random.default_rng(0)
     parts, chunk = [], max(1, CHUNK_VALUES // num_images)

@@ -400,7 +400,7 @@ def _with_confidence(scores: Scores, settings: RunConfig) -> Scores:
     """The scores with the quality of the confidence on each split. An ensemble has no confidence.
 
     If the validation split is among the splits, the confidence is fitted on it, and this split gets no quality.
-    Otherwise the confidence is the one that the bundle stores for this search.
+    If nothing was fitted, the confidence is the one that the bundle stores for this search.
     """
     if len(scores.bundles) > 1 or not any(each.signals for each in scores.splits):
         return scores
