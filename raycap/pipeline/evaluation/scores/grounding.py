@@ -213,10 +213,10 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
 
     Source: Zhang et al. 2020 (arXiv 1904.09675) and its package bert-score 0.3.12. Each token of a caption is matched
     with the nearest token of the reference, and each token of the reference with the nearest one of the caption. The
-    precision is the mean cosine over the caption's tokens, and the recall that over the reference's tokens. The marks
-    at both ends of a text can be matched, but have no weight in the means. A text without tokens scores 0. With idf, a
-    token's weight is log((N + 1) / (n + 1)) if n of the N references contain it. The package gives equal values if it
-    scores one pair at a time. In batches its values can differ, because it also matches tokens with zero padding.
+    precision is the mean cosine over the caption's tokens, and the recall is the mean cosine over the reference's
+    tokens. The marks at both ends of a text can be matched, but have no weight in the means. A text without tokens
+    scores 0. With idf, a token's weight is log((N + 1) / (n + 1)) if n of the N references contain it. The package
+    gives equal values if it scores one pair at a time. In a batch it also matches tokens with padding of the value 0.
     """
     caption_ids = encoder.ids(captions)
     flat = iter(encoder.ids([text for texts in references for text in texts]))

@@ -157,7 +157,7 @@ class Metric:
 
     names: tuple[str, ...]
     compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score per name
-    by_default: bool = True  # if True, the metric is computed unless others are named
+    by_default: bool = True  # if True, the metric is computed without being named
     test_only: bool = False  # if True, a run computes the metric on its test splits only
     compare_by_image: bool = True  # if True, two models are compared by a paired bootstrap of scores per image
     less_is_better: bool = False

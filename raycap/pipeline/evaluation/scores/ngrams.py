@@ -207,7 +207,7 @@ def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarra
 
 
 def distinct_ngrams(several: Sequence[Sequence[Sequence[str]]], order: int) -> np.ndarray:
-    """Div-n of each image (images,): the number of distinct n-grams in all its captions, divided by that of words.
+    """Div-n of each image (images,): distinct n-grams in all its captions, divided by the number of words.
 
     Source: Shetty et al. 2017 (arXiv 1703.10476). several: the captions of each image, as words. order: n. The value is
     0 if the captions have no words.

@@ -36,8 +36,8 @@ _OPEN_ENDINGS = (
 )
 OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens have lower case, so "-LRB-" matches none, and brackets remain
-# in captions as "-lrb-".
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens have lower case, so no token equals "-LRB-", and brackets
+# remain in captions as "-lrb-".
 _PUNCTUATION = "'' ' `` ` -LRB- -RRB- -LCB- -RCB- . ? ! , : - -- ... ;"
 PUNCTUATION = frozenset(_PUNCTUATION.split())
 
