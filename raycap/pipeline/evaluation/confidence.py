@@ -1,11 +1,11 @@
 """The confidence in a caption: a calibrated probability that it is good, and its expected CIDEr-D.
 
-Both are linear in a few standardized numbers of the caption, its signals (`SIGNALS`). On a validation split,
-scikit-learn fits a logistic regression for the probability and a ridge regression for the CIDEr-D (`fit_split`). The
-numbers are in the bundle's file confidence.json, for each search that they were fitted with. A bundle may come from a
-stranger, so that all numbers are bounded when they are read.
+The log-odds of the probability and the CIDEr-D are linear in a few numbers of the caption, its signals (`SIGNALS`).
+`fit_split` fits a logistic regression for the probability and a ridge regression for the CIDEr-D on a validation split.
+The bundle's file confidence.json stores one fit per search. A bundle may come from a stranger, so each number in the
+file is checked against limits when it is read.
 
-`Quality` is how well a confidence tells good captions from others: its calibration, and the risk at each coverage.
+`Quality` measures how well a confidence separates good captions from bad ones: calibration, and risk by coverage.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from raycap.models.config import NUMBER, Values
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
-if TYPE_CHECKING:  # a served model has neither Java nor all packages that the metrics need
+if TYPE_CHECKING:  # not at run time, because a served model lacks packages that the metrics import
     from raycap.pipeline.evaluation.results import SplitScores
 
 FORMAT = 1
 NUM_LOWEST = 4
-NUM_FIRST = 4  # tokens, which name the main object
-# The signals of a caption follow from the log-probabilities of its tokens in nats, EOS included. They are the mean (as
-# in the ranking of beams, the number of tokens includes SOS), the sum, the number of tokens, and the lowest values. If
-# there are fewer than NUM_LOWEST, the missing ones are 0. The last two signals are of the first NUM_FIRST tokens after
-# SOS: the mean log-probability, and the mean energy (`captioning.search`). The energy is higher on images unlike those
-# of the training. Further signals improved nothing (see BENCHMARKS.md).
+NUM_FIRST = 4  # tokens after SOS, among which the main object is named
+# The signals of a caption come from the log-probabilities of its tokens in nats, EOS included: their mean, their sum,
+# the number of tokens, and the NUM_LOWEST lowest values (0 if a caption has fewer tokens). The number of tokens, by
+# which the mean divides, includes SOS as in the ranking of beams. The last two signals describe the first NUM_FIRST
+# tokens after SOS: their mean log-probability, and their mean energy (`captioning.search`), which is higher on images
+# unlike the training images. There are no further signals, because others improved nothing (see BENCHMARKS.md).
 SIGNALS = (
     *("mean", "sum", "length"),
     *(f"lowest {rank}" for rank in range(1, NUM_LOWEST + 1)),
@@ -44,7 +44,7 @@ SIGNALS = (
 MAX_CIDER = 10.0  # the largest CIDEr-D
 logger = logging.getLogger(__name__)
 
-MAX_FITS = 16  # searches of one model; the oldest fits beyond this number are removed
+MAX_FITS = 16  # fits per model, one per search; one more removes the oldest fit
 
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False), NUMBER]
 Numbers = Annotated[tuple[Number, ...], Field(min_length=len(SIGNALS), max_length=len(SIGNALS))]
@@ -52,8 +52,8 @@ Scales = Annotated[
     tuple[Annotated[float, Field(ge=1e-6, le=1e6), NUMBER], ...],
     Field(min_length=len(SIGNALS), max_length=len(SIGNALS)),
 ]
-MIN_IMAGES = 50  # 5 for each of 10 estimated numbers; the penalty makes this enough
-L2 = 1.0  # the penalty on the squared weights, which are those of standardized signals; the biases have none
+MIN_IMAGES = 50  # 5 for each of 10 estimated numbers; so few are enough because of the penalty L2
+L2 = 1.0  # the penalty on the squared weights of the standardized signals; biases have no penalty
 NUM_BINS = 10
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))
 RESAMPLES, INTERVAL = 1000, 0.95
@@ -61,7 +61,7 @@ CHUNK_VALUES = 2**22  # A bootstrap draws at most this many image indices at onc
 
 
 class Judgement(NamedTuple):
-    """confidence: the probability that the caption is good, in [0, 1]. expected_ciderd: in [0, MAX_CIDER]."""
+    """The probability in [0, 1] that a caption is good, and its expected CIDEr-D in [0, MAX_CIDER]."""
 
     confidence: float
     expected_ciderd: float
@@ -69,7 +69,7 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True)
 class Linear:
-    """weights: one for each standardized signal."""
+    """A linear function of standardized signals. weights: one per signal."""
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     weights: Numbers
@@ -81,12 +81,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class Confidence:
-    """The confidence in the best captions of one model and one search.
+    """A fit that gives the confidence in the best captions of one model and one search.
 
-    search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on; None for the
-    synthetic data set, where it is good if it names the main object. num_images: of the fit. mean, scale: of the
-    signals of these images, which standardize a caption's signals. log_odds: of a good caption. ciderd: the expected
-    CIDEr-D.
+    search: the settings of the search as text. good_ciderd: the CIDEr-D from which a caption is good. If it is None, as
+    for the synthetic data set, a caption is good if it names the main object. num_images: the number of images in the
+    fit. mean, scale: the mean and the standard deviation of each signal over these images, by which a caption's signals
+    are standardized. log_odds: gives the log-odds that a caption is good. ciderd: gives the expected CIDEr-D.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -100,28 +100,29 @@ class Confidence:
 
     @property
     def good(self) -> str:
-        """What a good caption is, in words."""
+        """Says in words when a caption is good."""
         return "the main object is named" if self.good_ciderd is None else f"CIDEr-D of {self.good_ciderd:g} or more"
 
     @property
     def digest(self) -> str:
-        """Tells fits apart."""
+        """A text that differs between fits: the first 16 hexadecimal digits of their SHA-256."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def judge(self, signals: Sequence[float]) -> Judgement | None:
-        """The confidence in a caption; None for a caption without signals."""
+        """The confidence in a caption with these signals, or None if it has no signals."""
         if not signals:
             return None
         standardized = (np.asarray(signals, np.float64) - self.mean) / self.scale
-        probability = (1 + math.tanh(self.log_odds(standardized) / 2)) / 2  # the logistic function
+        probability = (1 + math.tanh(self.log_odds(standardized) / 2)) / 2  # the logistic function, safe from overflow
         return Judgement(probability, min(max(self.ciderd(standardized), 0.0), MAX_CIDER))
 
 
 def caption_signals(log_probs: np.ndarray, lengths: np.ndarray, energies: np.ndarray) -> list[tuple[float, ...]]:
-    """The signals of n captions in the order of SIGNALS; () for a caption that the search did not find.
+    """The signals of n captions in the order of SIGNALS, or () for a caption that the search did not find.
 
-    log_probs: (n, T) of each token in nats, 0 at SOS and after the end. lengths: (n,) with SOS and EOS, 2 or
-    more. energies: (n,), the mean energy of the first NUM_FIRST tokens (`captioning.search`).
+    log_probs: (n, T), the log-probability of each token in nats, 0 at SOS and after the end. lengths: (n,), the number
+    of tokens with SOS and EOS, 2 or more. energies: (n,), the mean energy of the first NUM_FIRST tokens
+    (`captioning.search`).
     """
     sums = log_probs.sum(1, dtype=np.float64)
     padded = np.pad(log_probs, ((0, 0), (0, NUM_LOWEST)))
@@ -132,12 +133,12 @@ def caption_signals(log_probs: np.ndarray, lengths: np.ndarray, energies: np.nda
 
 
 def find_fit(fits: Sequence[Confidence], search: str) -> Confidence | None:
-    """The confidence that was fitted with this search; None if there is none."""
+    """The confidence that was fitted with this search, or None if there is none."""
     return next((fit for fit in fits if fit.search == search), None)
 
 
 def with_fit(fits: Sequence[Confidence], fit: Confidence) -> tuple[Confidence, ...]:
-    """The confidences of a model with a further one, which replaces that of the same search."""
+    """The fits of a model with a new one, which replaces the fit of the same search. At most MAX_FITS remain."""
     return (*(each for each in fits if each.search != fit.search), fit)[-MAX_FITS:]
 
 
@@ -161,14 +162,14 @@ class _Content:
 
 
 def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
-    """The content of confidence.json. Raises UserError, also for other signals. name: the file, for messages."""
+    """Parses confidence.json. Raises UserError for malformed content or other signals. name: the file, for messages."""
     return parse_section(_Content, parse_json(data, name), name).fits
 
 
 def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[int, bool]:
-    """Whether the caption of each scored image with signals is good; {} if that is not defined or not computed.
+    """{image id: True if its caption is good, else False} for the scored images with signals.
 
-    good_ciderd: as in `Confidence`.
+    The result is {} if the scores that decide it were not computed. good_ciderd: as in `Confidence`.
     """
     if good_ciderd is None:
         return {image: hit for image, hit in result.main_object_hits.items() if image in result.signals}
@@ -176,10 +177,10 @@ def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[int, b
 
 
 def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidence | None:
-    """The confidence that fits the captions of a split; None, with the reason in the log, if it cannot be fitted.
+    """Fits a confidence to the captions of a split. If that is not possible, logs the reason and returns None.
 
-    search: the settings of the search as text. good_ciderd: a caption is good from this CIDEr-D on, except in the
-    synthetic data set.
+    search: the settings of the search as text. good_ciderd: the CIDEr-D from which a caption is good. In the synthetic
+    data set it is ignored, because a caption is good there if it names the main object.
     """
     limit = None if result.main_object_hits else good_ciderd
     good = good_by_image(result, limit)
@@ -201,7 +202,7 @@ def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidenc
 def fit_confidence(
     signals: np.ndarray, good: np.ndarray, ciderd: np.ndarray, *, search: str, good_ciderd: float | None
 ) -> Confidence:
-    """A logistic regression of `good` and a ridge regression of `ciderd`, both with the penalty L2.
+    """Fits a logistic regression of `good` and a ridge regression of `ciderd`, both with the penalty L2.
 
     signals: (n, len(SIGNALS)). good: (n,) bool with both values. ciderd: (n,). The logistic regression minimizes the
     sum of the negative log-likelihoods plus L2 / 2 times the sum of squared weights.
@@ -209,7 +210,7 @@ def fit_confidence(
     from sklearn.linear_model import LogisticRegression, Ridge
 
     mean, scale = signals.mean(0), signals.std(0)
-    scale = np.where(scale > 1e-6, scale, 1.0)  # a signal that is equal for all images keeps its scale
+    scale = np.where(scale > 1e-6, scale, 1.0)  # avoids a division by 0 for a signal that is equal for all images
     standardized = (signals - mean) / scale
     logistic = LogisticRegression(C=1 / L2, tol=1e-8, max_iter=1000).fit(standardized, good)
     ridge = Ridge(alpha=L2).fit(standardized, ciderd.clip(0, MAX_CIDER))
@@ -225,7 +226,7 @@ def fit_confidence(
 
 
 class Bin(NamedTuple):
-    """confidence: the mean of the bin's images. good: the share of their captions that are good."""
+    """Images with similar confidences. confidence: their mean. good: the share of their captions that are good."""
 
     confidence: float
     good: float
@@ -233,10 +234,10 @@ class Bin(NamedTuple):
 
 
 class Risk(NamedTuple):
-    """The share of captions that are not good among the most confident part of the images, with its interval."""
+    """The share of bad captions among the images with the highest confidence, with its interval from low to high."""
 
-    coverage: float  # the share of the images, above 0
-    risk: float
+    coverage: float  # the share of all images that are counted, above 0
+    risk: float  # the share of captions that are not good
     low: float
     high: float
 
@@ -245,7 +246,7 @@ class Risk(NamedTuple):
 class Quality:
     """The quality of a confidence on one split.
 
-    good: what a good caption is. mean: of the confidences. auroc: None if all captions are good, or none.
+    good: says when a caption is good. mean: the mean confidence. auroc: None if all captions are good, or none is.
     """
 
     good: str
@@ -253,7 +254,7 @@ class Quality:
     calibration_error: float
     auroc: float | None
     bins: tuple[Bin, ...]
-    risks: tuple[Risk, ...]  # by coverage
+    risks: tuple[Risk, ...]  # in the order of their coverage
 
     def __str__(self) -> str:
         part, whole = next(each for each in self.risks if each.coverage >= 0.8), self.risks[-1]
@@ -271,7 +272,7 @@ class Quality:
 
 
 def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | None:
-    """The quality of a confidence on a split; None if no image has both signals and a score."""
+    """The quality of a confidence on a split, or None if no image has both signals and a score."""
     good = good_by_image(result, confidence.good_ciderd)
     judgements = [confidence.judge(result.signals[image]) for image in good]
     values = np.array([judgement.confidence for judgement in judgements if judgement is not None])
@@ -279,9 +280,10 @@ def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | Non
 
 
 def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = "") -> Quality:
-    """The quality of n confidences (n,) whose captions are good where `good` (n,) is True. meaning: of good.
+    """The quality of n confidences (n,).
 
-    The AUROC is the probability that a good caption has a higher confidence than another one; equal ones count as half.
+    good: (n,), True if the caption is good. meaning: says in words when a caption is good. The AUROC is the probability
+    that a good caption has a higher confidence than a bad one. Equal confidences count as half.
     """
     from scipy.stats import rankdata
 
@@ -295,10 +297,10 @@ def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = ""
 
 
 def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
-    """NUM_BINS bins of equal size in the order of the confidences; fewer for fewer images.
+    """Sorts images by confidence and splits them into NUM_BINS bins of equal size, or fewer if there are fewer images.
 
     The mean of |confidence - good| over the images is the expected calibration error (Guo et al. 2017, arXiv
-    1706.04599, eq. 3). That paper's bins have equal width, so that most images can be in one of them.
+    1706.04599, eq. 3). The bins of that paper have equal width instead, so that one bin can contain most images.
     """
     parts = np.array_split(np.argsort(confidences, kind="stable"), min(NUM_BINS, len(good)))
     return tuple(Bin(float(confidences[part].mean()), float(good[part].mean()), len(part)) for part in parts)
@@ -307,11 +309,12 @@ def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
 def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]:
     """The risk at COVERAGES (Geifman and El-Yaniv 2017, arXiv 1705.08500, eq. 1 and 2) with percentile intervals.
 
-    Of n images, the ceil(coverage * n) with the highest confidence are covered; of equal ones, the first. The bootstrap
-    draws RESAMPLES times n images with replacement.
+    Of n images, the ceil(coverage * n) with the highest confidence are covered. Among images with equal confidence, the
+    first ones are covered. The bootstrap draws n images with replacement, RESAMPLES times.
     """
-    bad = ~good[np.argsort(-confidences, kind="stable")]  # from the highest confidence on
+    bad = ~good[np.argsort(-confidences, kind="stable")]  # sorted by confidence, the highest first
     num_images = len(bad)
+    # 1e-9 keeps rounding errors from covering one more image
     covered = np.array([math.ceil(coverage * num_images - 1e-9) for coverage in COVERAGES])
     generator = np.random.default_rng(0)
     parts, chunk = [], max(1, CHUNK_VALUES // num_images)

@@ -1,8 +1,8 @@
 """The only evaluator: captions images with a bundle or an ensemble, and scores the captions.
 
-Every command that scores a model calls `evaluate`: a run with the bundle that it has written, and `raycap evaluate`,
-`compare` and `retrain` with bundles that they are given. So a run and its bundle have equal scores. Images are
-captioned from the stored features of the bundle's own backbone (`evaluation.inputs`), or from their pixels.
+Every command that scores a model calls `evaluate`. A run evaluates the bundle that it has written, so the run and its
+bundle have equal scores. `raycap evaluate`, `compare` and `retrain` evaluate the bundles that they are given. Images
+are captioned from the stored features of the bundle's own backbone, or from their pixels (`find_inputs`).
 """
 
 from __future__ import annotations
@@ -69,19 +69,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALL_IMAGES = "all"  # the name for --split that selects every image
+ALL_IMAGES = "all"  # as the name of a split, it selects every image
 Automata = Mapping[str, Mapping[int, "ConstraintAutomaton"]]  # by split and image id
 SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image id
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an evaluation may be given besides bundles, images and settings.
+    """The optional arguments of `evaluate`.
 
-    training: the images whose captions the models have learned, for the share of captions seen in training.
-    constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: only these
-    are computed, without alignment and confidence. captions: those of an earlier attempt. keep: is called with new
-    captions before they are scored, because scoring can take long or fail.
+    training: the images whose captions the models have learned, to compute the share of captions seen in training.
+    constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: if any are
+    given, only these metrics are computed, without alignment and confidence. captions: the captions of an earlier
+    attempt, which are scored instead of new ones. keep: a function that is called with new captions before they are
+    scored, so that they can be saved in case scoring fails.
     """
 
     training: Dataset | None = None
@@ -101,9 +102,9 @@ def evaluate(
 ) -> Scores:
     """Captions the images of each split with one bundle, or with several as an ensemble, and scores the captions.
 
-    settings: keys of the search that they do not set come from the bundles (`common_settings`). address: of a Ray
-    cluster; None starts Ray on this machine. A split without references is captioned and not scored. Raises UserError
-    for constraints that do not fit.
+    settings: the configuration. Search keys that it does not set come from the bundles (`common_settings`). address:
+    the address of a Ray cluster. If it is None, Ray is started on this machine. A split without references is captioned
+    but not scored. Raises UserError if the constraints do not fit the images or the vocabulary.
     """
     automata = find_automata(bundles[0], images, options)
     settings = with_search_precision(common_settings(settings, bundles), address)
@@ -121,9 +122,9 @@ def evaluate(
         found = SplitScores(split, by_split[split], ConstraintCounts.of(by_split[split], automata[split]))
         return _scored(found, images[split], settings, protocol, options)
 
-    # SPICE takes half of the free memory, so that there is only room for one of its processes
+    # SPICE takes half of the free memory, so splits are scored one after another if SPICE can run
     max_workers = 1 if why_unavailable("SPICE") is None else None
-    with ThreadPoolExecutor(max_workers) as pool:  # threads suffice: most of the work runs in Java processes
+    with ThreadPoolExecutor(max_workers) as pool:  # threads are enough, because most of the work is in Java processes
         splits = tuple(pool.map(split_scores, images))
     num_images = len({image for part in captioned.splits.values() for image, each in part.items() if not each.error})
     seconds = captioned.seconds / num_images if num_images else None
@@ -134,15 +135,15 @@ def evaluate(
 def common_settings(
     settings: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath] = ()
 ) -> RunConfig:
-    """The settings by which all of these bundles are evaluated.
+    """The settings with which all of these bundles are evaluated.
 
-    Keys of the search that `settings` do not set come from the bundles' protocols. `evaluation.max_length` is lowered
-    to the number of positions of each model. compared: other models, which caption with the same settings even if their
-    protocols record other ones. Raises UserError for bundles that record different searches, and for a search that does
-    not fit a bundle's words.
+    Search keys that `settings` do not set come from the bundles' protocols. `evaluation.max_length` is lowered to the
+    smallest number of positions of the models. compared: other models, which caption with the same settings even if
+    their protocols record different ones. Raises UserError if the bundles record different searches, and if the search
+    does not fit the language or the tokenizer of a bundle.
     """
     search = search_settings(settings.evaluation, [_recorded(bundle) for bundle in bundles])
-    # marks these keys as set, so that compared models do not use the values of their own protocols
+    # the update marks these keys as set, so that compared models do not use the values of their own protocols
     search = search.model_copy(update={key: getattr(search, key) for key in SEARCH_KEYS})
     for bundle in (*bundles, *compared):
         search.require_words(_recorded(bundle).language, vocabulary_of(bundle).tokenizer)
@@ -154,20 +155,20 @@ def common_settings(
 
 
 def protocol_of(bundles: Sequence[StoragePath], settings: RunConfig, options: Options = Options()) -> Protocol:
-    """The protocol of the scores of a bundle, or of several as an ensemble."""
+    """The protocol by which a bundle, or an ensemble of several bundles, is scored."""
     protocol = common_protocol([searched(_recorded(bundle), settings.evaluation) for bundle in bundles])
     features: Literal["grid", "regions"] = "grid" if settings.has_backbone else "regions"
     constrained = options.constraints is not None
     protocol = replace(protocol, num_models=len(bundles), features=features, constrained=constrained)
-    # settings without a language take that of the bundles; `common_protocol` has refused bundles of several languages
+    # If the settings set no language, the bundles decide. `common_protocol` has ensured that they share one language.
     is_given = "language" in settings.data.model_fields_set
     return in_language(protocol, settings.data.language if is_given else protocol.language)
 
 
 def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: Options) -> Automata:
-    """The constraints of each split's images, as word ids of a bundle's vocabulary.
+    """The constraints of each split's images as automata over the word ids of a bundle's vocabulary.
 
-    Raises UserError when the file has no constraints for these images, or a word outside of the vocabulary.
+    Raises UserError if the file has no constraints for these images, or contains a word outside the vocabulary.
     """
     if options.constraints is None:
         return {split: {} for split in images}
@@ -183,8 +184,8 @@ def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: O
 def keep_results(scores: Scores, info: Mapping[str, object], decorations: Decorations) -> None:
     """Stores the fitted confidence in the bundle that was evaluated, and adds `info` to the bundle's info.
 
-    Nothing is written if the bundle has all of it. A champion's bundle is never changed, because its digests are
-    recorded elsewhere.
+    Nothing is written if there is no new confidence and `info` is empty. A champion's bundle is never changed, because
+    its digests are recorded elsewhere. If writing fails, a warning is logged.
     """
     (bundle,) = scores.bundles
     confidence = scores.confidence
@@ -210,7 +211,7 @@ def vocabulary_of(bundle: StoragePath) -> Vocabulary:
 
 
 def max_positions(bundle: StoragePath) -> int:
-    """The number of tokens that a caption of a bundle can have."""
+    """The number of positions of a bundle's model, which is the largest number of tokens in a caption."""
     positions: int = read_bundle_config(fetched(bundle))["sizes"]["max_positions"]
     return positions
 
@@ -225,9 +226,10 @@ def caption_scores(
     several: Mapping[Any, Sequence[str]] | None = None,
     training: Dataset | None = None,
 ) -> MetricScores | None:
-    """The scores of captions of images by these metrics; None if no image has both references and a caption.
+    """Scores captions with these metrics. Returns None if no image has both references and a caption.
 
-    several: see `ScoreInputs`. training: see `Options`. language: None for that of the settings.
+    captions: one per image, by image id. several: see `ScoreInputs`. training: see `Options`. language: the language of
+    the captions. If it is None, the settings decide.
     """
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
@@ -250,7 +252,7 @@ def caption_scores(
 def _scored(
     result: SplitScores, part: Dataset, settings: RunConfig, protocol: Protocol, options: Options
 ) -> SplitScores:
-    """The captions of a split with their scores. `part` may have more images: those that could not be read."""
+    """Scores the captions of a split. part: its images, of which those that cannot be read have no caption."""
     split = result.split
     if result.constraints is not None:
         logger.info(f"search    {split}: {result.constraints}")
@@ -277,7 +279,7 @@ def _scored(
 
 
 def images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Dataset]:
-    """The images of each split; `all` means every image if no split is called so.
+    """The images of each split. The name `all` selects every image, unless a split has this name.
 
     Raises UserError for a split without images.
     """
@@ -302,15 +304,15 @@ def find_inputs(
 
     A bundle with a backbone captions the stored features of its backbone, or pixels if `features.store` is `never`. A
     bundle without a backbone captions the regions of `features.hdf5`. If an image lacks the features of one bundle, no
-    bundle captions it.
+    bundle captions it, because an ensemble needs all of them.
     """
     table = pa.concat_tables([part.table for part in images.values()])
     ids = {split: part.column("image_id") for split, part in images.items()}
-    _, first = np.unique(table["image_id"].to_numpy(), return_index=True)  # the split `all` repeats the others' images
+    _, first = np.unique(table["image_id"].to_numpy(), return_index=True)  # because `all` repeats images of splits
     every = Dataset(table.take(np.sort(first)))
     has_backbone = [read_bundle_config(fetched(bundle)).get("backbone") is not None for bundle in bundles]
     stores: list[StoragePath | None] = [None] * len(bundles)
-    unreadable, missing = dict[str, str](), dict[str, str]()  # reasons, by URI and by content key
+    unreadable, missing = dict[str, str](), dict[str, str]()  # {URI: reason} and {content key: reason}
     if not settings.has_backbone:
         every = every.keyed_by_id()
         if not all(has_backbone):
@@ -343,7 +345,10 @@ def find_inputs(
 def _extracted(
     place: StoragePath, every: Dataset, settings: RunConfig, address: str | None, unreadable: dict[str, str]
 ) -> tuple[Dataset, Extracted]:
-    """The images with content keys, and the features of a bundle's backbone. Adds {URI: reason} to `unreadable`."""
+    """Extracts the features of a bundle's backbone. Returns the images with content keys, and the features.
+
+    Adds {URI: reason} of images that cannot be read to `unreadable`.
+    """
     bundle = load_bundle(fetched(place))
     backbone = bundle.captioner.backbone
     assert backbone is not None
@@ -366,9 +371,10 @@ def _captioned(
     automata: Automata,
     options: Options,
 ) -> Captioned:
-    """The captions of each split.
+    """Captions the images of each split.
 
-    If one split has all images, with the same constraints, only this split is captioned. The others share its captions.
+    If one split has all images, and all splits have the same constraints, only this split is captioned. The other
+    splits share its captions.
     """
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
@@ -391,9 +397,10 @@ def _captioned(
 
 
 def _with_confidence(scores: Scores, settings: RunConfig) -> Scores:
-    """The scores with the quality of the confidence in the captions of each split. An ensemble has none.
+    """The scores with the quality of the confidence on each split. An ensemble has no confidence.
 
-    If the validation split is among the splits, the confidence is fitted on it.
+    If the validation split is among the splits, the confidence is fitted on it, and this split gets no quality.
+    If nothing was fitted, the confidence is the one that the bundle stores for this search.
     """
     if len(scores.bundles) > 1 or not any(each.signals for each in scores.splits):
         return scores

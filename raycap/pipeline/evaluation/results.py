@@ -1,8 +1,8 @@
-"""The results of captioning and of evaluations: captions of images, the scores of a split, and those of all splits.
+"""The results of captioning and evaluation: captions of images, the scores of one split, and the scores of all splits.
 
-Every way to caption images (evaluations, `raycap caption`, the Python API, `raycap serve`, MLflow) gives an
-`ImageCaption`. This module does not import torch, and nothing that only metrics need, because a served model has few
-packages.
+Every way to caption images (evaluations, `raycap caption`, the Python API, `raycap serve`, MLflow) returns an
+`ImageCaption`. A served model has few packages, so this module imports neither torch nor packages that only metrics
+need.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankedCaption:
-    """One caption that a search found, with the values that were computed.
+    """One caption that a search found, with the values that were computed for it.
 
     log_prob: the sum of the log-probabilities of its tokens in nats, EOS included. tokens: the texts of its tokens,
     words or pieces of words, without EOS. ids: the ids of its tokens with padding, and with EOS unless the length limit
     cut the caption off. alignment: the agreement of words and image tokens (`captioning.search`), only for the best
-    caption of a single model. num_satisfied: the number of its image's constraints that it satisfies; None for an image
-    without constraints. signals: the numbers from which the confidence follows (`evaluation.confidence`), only for the
-    best caption.
+    caption of a single model. num_satisfied: how many of its image's constraints the caption satisfies, or None if the
+    image has no constraints. signals: the numbers from which the confidence is computed (`evaluation.confidence`), only
+    for the best caption.
     """
 
     caption: str
@@ -54,7 +54,7 @@ class RankedCaption:
     signals: tuple[float, ...] = ()
 
     def to_json(self) -> Values:
-        """One entry of an n-best file, without its tokens and without values that were not computed."""
+        """The caption's entry in an n-best file, without tokens and without values that were not computed."""
         values = {
             field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tokens", "ids")
         }
@@ -65,9 +65,9 @@ class RankedCaption:
 class ImageCaption:
     """The captions of one image, best first, or the reason why it has none.
 
-    n_best: () for an image that cannot be read. confidence: the probability that the best caption is good, in [0, 1];
-    expected_ciderd: its expected CIDEr-D. Both are None if the model has no confidence for this search. error: why the
-    image has no caption; None if it has one.
+    n_best: () if the image cannot be read. confidence: the probability that the best caption is good, in [0, 1].
+    expected_ciderd: the expected CIDEr-D of the best caption. Both are None if the model has no confidence for this
+    search. error: why the image has no caption, or None if it has one.
     """
 
     n_best: tuple[RankedCaption, ...] = ()
@@ -77,7 +77,7 @@ class ImageCaption:
 
     @property
     def caption(self) -> str | None:
-        """The best caption; None for an image that cannot be read."""
+        """The best caption, or None if the image cannot be read."""
         return self.n_best[0].caption if self.n_best else None
 
     @property
@@ -91,7 +91,7 @@ class ImageCaption:
         return self.n_best[0].tokens if self.n_best else ()
 
     def to_json(self) -> Values:
-        """The values of a line of `raycap caption --json`, without those that the image does not have."""
+        """The image's values in a line of `raycap caption --json`. Values that the image does not have are left out."""
         if self.error is not None:
             return {"error": self.error}
         entries = [{"caption": each.caption, "log_prob": round(each.log_prob, 6)} for each in self.n_best]
@@ -104,10 +104,10 @@ class ImageCaption:
 class Explanation:
     """Where a model looked for each of the W words of a caption, on the grid of N = rows x columns image tokens.
 
-    attention: (W, N), the cross-attention of the last decoder layer; a row sums to 1 with the tokens before the grid.
-    attribution: (W, N), the share of each image token in the change of the word's log-probability, by integrated
-    gradients; None if it was not computed. steps: of the integration. gap: the largest difference, in nats, between
-    the change and the sum of a word's attributions.
+    grid: (rows, columns). attention: (W, N), the cross-attention of the last decoder layer. Each row sums to 1 if the
+    tokens before the grid are added. attribution: (W, N), the share of each image token in the change of the word's
+    log-probability, by integrated gradients, or None if it was not computed. steps: the number of integration steps.
+    gap: the largest difference, in nats, between this change and the sum of a word's attributions.
     """
 
     caption: str
@@ -120,7 +120,7 @@ class Explanation:
 
 
 class ConstraintCounts(NamedTuple):
-    """The number of images with constraints, and the images whose caption satisfies fewer of them than it must."""
+    """The number of images with constraints, and the ids of the images whose caption satisfies too few of them."""
 
     images: int
     not_held: list[int]
@@ -129,7 +129,7 @@ class ConstraintCounts(NamedTuple):
     def of(
         cls, captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
     ) -> ConstraintCounts | None:
-        """Counts the images by their best captions; None if no image has constraints."""
+        """Counts the images by their best captions. Returns None if no image has constraints."""
         satisfied = {image: each.n_best[0].num_satisfied or 0 for image, each in captions.items() if each.n_best}
         required = {
             image: automata[image].num_required
@@ -147,10 +147,11 @@ class ConstraintCounts(NamedTuple):
 class SplitScores:
     """The captions of a split, and their scores if the split has references.
 
-    images: by image id; an image that cannot be read has the reason in place of a caption. constraints: None if no
-    image has any. main_object_hits: whether the main object is named, by image id; only for the synthetic data set.
-    quality: of the confidence; None if there is none, and for the split on which it was fitted. published: scores that
-    papers print, each with the reason why ours cannot be compared, or "" if they can.
+    images: by image id. An image that cannot be read has the reason in place of a caption. constraints: None if no
+    image has constraints. main_object_hits: {image id: True if its caption names the main object}, only for the
+    synthetic data set. quality: the quality of the confidence, or None if there is no confidence or it was fitted on
+    this split. published: scores that papers print, each with the reason why our scores cannot be compared with it, or
+    "" if they can.
     """
 
     split: str
@@ -168,54 +169,54 @@ class SplitScores:
 
     @cached_property
     def unreadable(self) -> dict[int, str]:
-        """{image id: reason} of images without a caption."""
+        """{image id: reason} for the images without a caption."""
         return {image: each.error for image, each in self.images.items() if each.error is not None}
 
     @cached_property
     def several(self) -> dict[int, list[str]]:
-        """All captions of each image; {} if the search gave one caption per image."""
+        """All captions of each image, or {} if the search found only one caption per image."""
         several = {image: [one.caption for one in each.n_best] for image, each in self.images.items() if each.n_best}
         return several if any(len(captions) > 1 for captions in several.values()) else {}
 
     @cached_property
     def signals(self) -> dict[int, tuple[float, ...]]:
-        """The signals of each best caption that has some."""
+        """The signals of the best captions, by image id. Captions without signals are left out."""
         best = {image: each.n_best[0] for image, each in self.images.items() if each.n_best}
         return {image: each.signals for image, each in best.items() if each.signals}
 
     @property
     def alignment(self) -> float | None:
-        """The mean over the best captions that have an alignment; None when none has one."""
+        """The mean alignment of the best captions, or None if no caption has an alignment."""
         best = [each.n_best[0].alignment for each in self.images.values() if each.n_best]
         values = [value for value in best if value is not None]
         return sum(values) / len(values) if values else None
 
     @property
     def values(self) -> dict[str, float | None]:
-        """Score by metric; None for a metric that is unavailable."""
+        """{metric: score}, with None for a metric that is unavailable."""
         return {} if self.scores is None else self.scores.values
 
     @property
     def main_object(self) -> float | None:
-        """The share of images whose main object is named; None for other data sets than the synthetic one."""
+        """The share of images whose caption names the main object, or None if the data set is not the synthetic one."""
         hits = self.main_object_hits.values()
         return sum(hits) / len(hits) if hits else None
 
     @property
     def signature(self) -> str:
-        """The signature of the scores; "" without scores."""
+        """The signature of the scores, or "" if the split has no scores."""
         return "" if self.scores is None else self.scores.signature
 
     @cached_property
     def cider_by_image(self) -> dict[int, float]:
-        """CIDEr-D by image id; empty when it is unavailable."""
+        """{image id: CIDEr-D}, or {} if CIDEr-D is unavailable."""
         score = None if self.scores is None else self.scores.by_name.get("CIDEr-D")
         if self.scores is None or score is None or score.per_image is None:
             return {}
         return dict(zip(self.scores.image_ids, score.per_image, strict=True))
 
     def scored_uris(self, uris: Mapping[int, str]) -> list[str]:
-        """The URIs of the images that were scored; without scores, of those that were captioned. uris: by image id."""
+        """The URIs of the scored images, or of the captioned images if the split has no scores. uris: by image id."""
         scored = set(self.captions) if self.scores is None else set(self.scores.image_ids)
         return [uri for image, uri in uris.items() if image in scored]
 
@@ -247,9 +248,9 @@ class SplitScores:
 class Inputs:
     """The inputs of an evaluation.
 
-    images: the images of each split that can be captioned. image_ids: the ids of all images of each split, in their
-    order. unreadable: {image id: reason} of images that are known to have no caption before the search begins. stores:
-    for each bundle the feature store that it captions, or None if it captions pixels.
+    images: the images of each split that can be captioned. image_ids: the ids of all images of each split, in the order
+    of the split. unreadable: {image id: reason} for images that cannot be captioned, as known before the search begins.
+    stores: for each bundle the feature store that it captions, or None if it captions pixels.
     """
 
     images: Mapping[str, Dataset]
@@ -262,9 +263,10 @@ class Inputs:
 class Scores:
     """The result of an evaluation.
 
-    bundles: one, or several of an ensemble. search: the settings with which the images were captioned. confidence: was
-    fitted on the validation split; None without this split, and if the fit is not possible. seconds_per_image: the time
-    of a worker, without the loading of models. It is None if the captions are those of an earlier attempt.
+    bundles: one bundle, or the bundles of an ensemble. search: the settings with which the images were captioned.
+    confidence: the confidence that was fitted on the validation split, or None if this split was not evaluated or the
+    fit was not possible. seconds_per_image: a worker's time per image, without the loading of models, or None if the
+    captions come from an earlier attempt.
     """
 
     bundles: tuple[StoragePath, ...]
@@ -279,27 +281,27 @@ class Scores:
         return next(each for each in self.splits if each.split == split)
 
     def of(self, *splits: str) -> Scores:
-        """The part of these splits."""
+        """The scores of these splits only."""
         return replace(self, splits=tuple(self[split] for split in splits))
 
     @property
     def language(self) -> str:
-        """That of the captions."""
+        """The language of the captions."""
         return self.protocol.language
 
     @property
     def unreadable(self) -> dict[int, str]:
-        """{image id: reason} of images without a caption."""
+        """{image id: reason} for the images without a caption, over all splits."""
         return {image: reason for each in self.splits for image, reason in each.unreadable.items()}
 
     @property
     def unavailable(self) -> dict[str, str]:
-        """{metric: reason} of the metrics that could not be computed now, but may be later or on another machine."""
+        """{metric: reason} for metrics that failed now and may succeed later or on another machine."""
         scores = [each.scores.repairable(self.language) for each in self.splits if each.scores is not None]
         return {name: reason for each in scores for name, reason in each.items()}
 
     def flat(self) -> dict[str, float]:
-        """{"test_CIDEr-D": ...}: the scores as the tracker and the model registry store them."""
+        """The scores of all splits with keys like "test_CIDEr-D", as the tracker and the model registry store them."""
         return {name: value for each in self.splits for name, value in each.flat().items()}
 
     def to_json(self) -> Values:
@@ -313,14 +315,17 @@ class Scores:
 
 
 def write_captions(folder: Path, split: str, images: Mapping[int, ImageCaption], predictions: str) -> None:
-    """Writes the captions of a split: `predictions`, a COCO result file, and all captions with their values."""
+    """Writes the best captions as a COCO result file named `predictions`, and all captions as an n-best file."""
     write_predictions(folder / predictions, SplitScores(split, images).captions)
     ranked = {image: [one.to_json() for one in each.n_best] for image, each in images.items() if each.n_best}
     write_n_best(folder / N_BEST.format(split), ranked)
 
 
 def read_captions(path: Path) -> dict[int, ImageCaption]:
-    """The captions in a file of `write_captions`, by image id. Raises UserError, or ValueError for other content."""
+    """Reads the captions in an n-best file of `write_captions`, by image id.
+
+    Raises UserError, ValueError or KeyError if the file does not have the content of such a file.
+    """
     found, ranked = {}, TypeAdapter(tuple[RankedCaption, ...])
     for number, line in enumerate(read_document(path).decode().splitlines(), 1):
         name = f"{path}: line {number}"

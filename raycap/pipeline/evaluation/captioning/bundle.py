@@ -1,14 +1,14 @@
-"""The model bundle: a folder with everything that captioning needs, and how Ray's workers get it.
+"""The model bundle, a folder with everything that captioning needs, and how bundles are written, checked and loaded.
 
 model.safetensors    tensors under "model." and "backbone."
 config.yaml          format, name, model, backbone (or null), sizes, protocol, info
 vocabulary.json      the words in the order of their ids
 preprocessing.json   the image transform, or null for a model of stored features
 confidence.json      the confidence in captions (`pipeline.evaluation.confidence`), if it was fitted
-digests.json         the SHA-256 of each file above, so that a damaged file is found when the bundle is loaded
+digests.json         the SHA-256 of each file above, by which damage is found when the bundle is loaded
 
-A bundle may come from a stranger. It is read without executing anything, opening any other file or asking a server,
-and its sizes are compared with those of its tensors before memory is used.
+A bundle may come from a stranger. So loading it executes no code, opens no other file and asks no server, and the sizes
+in config.yaml are compared with those of the tensors before memory is allocated.
 
 A worker reads the bundle from the storage. If the bundle is only on the driver's disk, which other nodes cannot read,
 the worker gets the contents of its files through Ray (`bundle_source`).
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 
 FORMAT = 2
-# The identity of a run that starts from a bundle contains the digests of these files: the weights and the words.
+# The weights and the words. If a run starts from a bundle, the run's identity contains the digests of these files.
 CONTENT_FILES = ("model.safetensors", "vocabulary.json")
 REQUIRED_FILES = ("config.yaml", *CONTENT_FILES)
 CONFIDENCE = "confidence.json"
@@ -70,27 +70,28 @@ DIGESTED_FILES = (*REQUIRED_FILES, "preprocessing.json", CONFIDENCE)
 BUNDLE_FILES = (*DIGESTED_FILES, DIGESTS)
 MAX_BYTES = 2**16  # of digests.json and confidence.json
 MAX_CONFIG_BYTES = 2**20  # of config.yaml and preprocessing.json
-# The limits with which the files are read. The weights are limited by the machine.
+# The largest size in bytes of each file. The weights have no entry, because the machine's memory limits them.
 FILE_LIMITS = {
     **dict.fromkeys(("config.yaml", "preprocessing.json"), MAX_CONFIG_BYTES),
     "vocabulary.json": MAX_VOCABULARY_BYTES,
     **dict.fromkeys((DIGESTS, CONFIDENCE), MAX_BYTES),
 }
-# Limits of sizes that cost time or memory and that no tensor in model.safetensors bounds.
-MAX_LAYERS = 200  # of the encoder, the decoder and the backbone; published models have 24 or fewer
+# Limits for sizes in config.yaml that cost time or memory and cannot be checked against tensors in model.safetensors
+MAX_LAYERS = 200  # of the encoder, the decoder and the backbone. Published models have 24 or fewer.
 MAX_STAGES = 8
 MAX_IMAGE_SIZE = 4096  # pixels
 MAX_POSITIONS = 10_000
 MAX_REGIONS = 1000
-MAX_MODELS = 1000  # of the ensemble that a protocol names
-MAX_COMPUTED_BYTES = 2**30  # tensors that a model computes from its sizes, such as the masks of shifted windows
+MAX_MODELS = 1000  # in the ensemble of a protocol
+MAX_COMPUTED_BYTES = 2**30  # of tensors that a model computes from its sizes, such as the masks of shifted windows
 
 
 @dataclass
 class Bundle:
-    """A loaded bundle. `transform` is None for a model of stored features. `config` is the content of config.yaml.
+    """A loaded bundle.
 
-    confidences: one for each search with which a confidence was fitted. digest: the SHA-256 of the weights.
+    transform: the image transform, or None if the model captions stored features. config: the content of config.yaml.
+    confidences: one per search with which a confidence was fitted. digest: the SHA-256 of the weights' file.
     """
 
     captioner: Captioner
@@ -101,16 +102,16 @@ class Bundle:
     digest: str = ""
 
     def confidence(self, search: EvaluationSection) -> Confidence | None:
-        """The confidence that was fitted with this search; None if there is none."""
+        """The confidence that was fitted with this search, or None if there is none."""
         return find_fit(self.confidences, confidence_search(search, self.captioner.model.sizes.max_positions))
 
     @property
     def search(self) -> EvaluationSection:
-        """The settings of a search as the bundle's protocol records them, and the defaults of what it does not."""
+        """The settings of a search from the bundle's protocol, with defaults for settings that it does not record."""
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
     def changed_search(self, given: Mapping[str, object], search: EvaluationSection | None = None) -> EvaluationSection:
-        """A search, by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError."""
+        """The search, or by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError."""
         changed = changed_search(search or self.search, given)
         if given:
             changed.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
@@ -128,8 +129,8 @@ def save_bundle(
 ) -> None:
     """Writes a bundle atomically. An older bundle in `folder` is removed only after the new one is complete.
 
-    protocol: says how the model was trained, and by which search it is scored. info: JSON values for config.yaml, such
-    as scores, run id and versions.
+    protocol: how the model was trained, and with which search it is scored. info: JSON values for config.yaml, such as
+    scores, run id and versions.
     """
     from safetensors.torch import save_file
 
@@ -137,8 +138,8 @@ def save_bundle(
     with atomic_folder(folder) as temporary:
         tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
         save_file(tensors, temporary / "model.safetensors")
-        # Loading the bundle must not need the original files of backbone weights and word vectors, because
-        # model.safetensors contains both.
+        # model.safetensors contains the backbone's weights and the word vectors, so the configuration does not name
+        # their original files, which the loading machine may lack.
         config = {
             "format": FORMAT,
             "name": name,
@@ -156,11 +157,11 @@ def save_bundle(
 
 
 def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
-    """Reads a bundle. The captioner is on the CPU and in evaluation mode.
+    """Loads a bundle. The captioner is on the CPU and in evaluation mode.
 
-    digests: the SHA-256 of its files, if the caller has just compared the files with them. Without them, the files are
-    compared with digests.json. Raises UserError for a folder that is not a bundle, for files that differ from its
-    digests, for another format, and for parts that do not fit together.
+    digests: the SHA-256 of its files, if the caller has just checked the files. If it is empty, the files are checked
+    against digests.json. Raises UserError if the folder is not a bundle, its files differ from the digests, its format
+    is another one, or its parts do not fit together.
     """
     from safetensors.torch import load_file
 
@@ -180,7 +181,7 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
         )
     transform = None
     if parts.backbone is not None:
-        # the recorded transform counts, because another timm may have other statistics
+        # the recorded transform is used, because another version of timm may have other statistics
         path, size = folder / "preprocessing.json", parts.backbone.image_size
         transform = _read(path, lambda file: parse_section(ImageTransform, parse_json(_content(file), str(file))))
         if transform.image_size != size:
@@ -202,7 +203,7 @@ class BundleParts(NamedTuple):
 
 
 def read_bundle_config(folder: Path) -> Values:
-    """The content of config.yaml. Raises UserError if it does not have the format that this version reads."""
+    """The content of config.yaml. Raises UserError if it is malformed or has another format than FORMAT."""
     path = folder / "config.yaml"
     config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
     version = config.get("format") if isinstance(config, dict) else None
@@ -216,7 +217,7 @@ def read_bundle_config(folder: Path) -> Values:
 
 
 def read_confidences(folder: Path) -> tuple[Confidence, ...]:
-    """The confidences of a bundle, one for each search; () without any. Raises UserError."""
+    """The confidences of a bundle, one per search, or () if none was fitted. Raises UserError for a malformed file."""
     path = folder / CONFIDENCE
     if not path.exists():
         return ()
@@ -227,14 +228,14 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
 
 
 def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
-    """Adds the results of an evaluation to a bundle, whose local folder is replaced as a whole.
+    """Adds the results of an evaluation to a bundle. Its local folder is replaced atomically.
 
-    confidence: replaces the one of the same search; None changes nothing. info: is added to the bundle's info.
-    Raises UserError for a damaged bundle, and for one with links or special files: a copy of a stranger's bundle must
-    not read or write what they lead to.
+    confidence: replaces the confidence of the same search. If it is None, the confidences do not change. info: is added
+    to the bundle's info. Raises UserError if the bundle is damaged, or if it contains links or special files, because
+    copying a stranger's bundle must not read or write the files to which they lead.
     """
     folder = fetched(bundle).resolve()
-    require_intact(folder)  # new digests must not hide damage
+    require_intact(folder)  # before new digests are written, which would hide damage
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(
@@ -256,9 +257,9 @@ def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapp
 
 
 def bundle_protocol(config: Mapping[str, object]) -> Protocol:
-    """The protocol in the content of a bundle's config.yaml; the default one if it has none.
+    """The protocol in the content of a bundle's config.yaml, or the default protocol if it has none.
 
-    Raises UserError for a protocol that this version does not have.
+    Raises UserError for a protocol with unknown fields or values.
     """
     model = parse_section(ModelSection, config.get("model"), "model")
     recorded = config.get("protocol")
@@ -272,9 +273,9 @@ def bundle_protocol(config: Mapping[str, object]) -> Protocol:
 
 
 def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
-    """The captioner's description in config.yaml. Raises UserError for values that no bundle of raycap has.
+    """The description of the captioner in the content of config.yaml. path: the file, for messages.
 
-    path: the file, for messages.
+    Raises UserError for invalid values, sizes above the limits, and names of other files.
     """
     try:
         model = parse_section(ModelSection, config.get("model"), "model")
@@ -307,9 +308,9 @@ def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
 
 
 def _require_room(parts: BundleParts, path: Path) -> None:
-    """Raises ValueError unless the file has the tensors of the captioner, and the captioner needs little more memory.
+    """Raises ValueError if the file's tensors are not the captioner's, or the captioner needs much memory beyond them.
 
-    Neither the tensors nor the captioner take memory here, and the state of the random generator does not change.
+    The captioner is built on torch's meta device, which takes no memory and leaves the random generator unchanged.
     """
     import torch
 
@@ -331,9 +332,9 @@ def _require_room(parts: BundleParts, path: Path) -> None:
 
 
 def fetched(bundle: StoragePath) -> Path:
-    """The local folder of a bundle. For a bundle on S3 it is a local copy, which is brought up to date first.
+    """The local folder of a bundle. A bundle on S3 is copied to the cache, or its copy there is updated.
 
-    Raises UserError, before anything is fetched, for a file that is larger than what would be read, or than the disk.
+    Raises UserError before anything is copied if a file is above its limit, or the disk has too little room.
     """
     if not bundle.is_remote:
         return bundle.path
@@ -343,7 +344,7 @@ def fetched(bundle: StoragePath) -> Path:
 
 
 def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
-    """Raises UserError if one of the files to fetch is larger than its limit, or their sum than the free disk."""
+    """Raises UserError if a file to fetch is above its limit, or if all of them do not fit on the disk."""
     for name, entry in files.items():
         size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
         if size > limit:
@@ -358,8 +359,8 @@ def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
-    """{file: sha256} of the named files of a bundle, by default of all. UserError when one of them is missing."""
-    # For an empty folder, the error below names a file that every bundle needs.
+    """{file: SHA-256} of the named files of a bundle, by default of all files. Raises UserError if one is missing."""
+    # CONTENT_FILES is for an empty folder, so that the error below names a file that every bundle needs.
     names = names or [name for name in BUNDLE_FILES if (folder / name).is_file()] or CONTENT_FILES
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
@@ -367,13 +368,13 @@ def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
 
 
 def seal(folder: Path) -> None:
-    """Writes digests.json for the other files of a bundle."""
+    """Writes digests.json with the SHA-256 of the bundle's other files."""
     (folder / DIGESTS).unlink(missing_ok=True)
     write_digests(folder, [name for name in DIGESTED_FILES if (folder / name).is_file()])
 
 
 def require_intact(folder: Path) -> Mapping[str, str]:
-    """The SHA-256 of each file by name. Raises UserError if a file differs from digests.json.
+    """Checks a bundle's files against digests.json, and returns {file: SHA-256}. Raises UserError if a file differs.
 
     A bundle without digests.json is not checked, and the result is empty.
     """
@@ -400,7 +401,7 @@ def _content(path: Path) -> bytes:
 
 
 def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """The content of a file of a bundle. Raises UserError with the file's path if `parse` fails."""
+    """Parses a file of a bundle. If `parse` fails, raises UserError with the file's path."""
     from safetensors import SafetensorError
 
     try:
@@ -410,19 +411,19 @@ def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
 
 
 def _yaml(config: Mapping[str, object]) -> str:
-    """The text of config.yaml. YAML's safe dumper accepts no tuples, which JSON turns into lists."""
+    """The text of config.yaml. JSON first turns tuples into lists, because YAML's safe dumper accepts no tuples."""
     return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
 
 
 @dataclass(frozen=True)
 class StoredBundle:
-    """A bundle in the storage. If `digests` (sha256 by file name) are given, its files are compared with them."""
+    """A bundle in the storage. digests: {file: SHA-256} against which its files are checked, or {} for no check."""
 
     location: StoragePath
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def fetch(self) -> Path:
-        """The local folder of the bundle. Raises OSError when a file is missing or does not have its digest."""
+        """The local folder of the bundle. Raises OSError if a file is missing or does not have its digest."""
         folder = fetched(self.location)
         for name, digest in self.digests.items():
             if not (folder / name).is_file() or file_digest(folder / name) != digest:
@@ -430,7 +431,7 @@ class StoredBundle:
         return folder
 
     def load(self) -> Bundle:
-        """The model from the storage. Raises OSError like `fetch`."""
+        """Loads the bundle from the storage. Raises OSError like `fetch`."""
         return load_bundle(self.fetch(), self.digests)
 
 
@@ -442,13 +443,13 @@ class SentBundle:
 
     @classmethod
     def of(cls, folder: Path) -> SentBundle:
-        """Copies the whole bundle to Ray's object store. Ray must have been started."""
+        """Copies the bundle's files to Ray's object store. Ray must have been started."""
         import ray
 
         return cls(ray.put({name: (folder / name).read_bytes() for name in BUNDLE_FILES if (folder / name).is_file()}))
 
     def load(self) -> Bundle:
-        """The model from Ray's object store, by way of a temporary folder."""
+        """Loads the bundle from Ray's object store, through a temporary folder."""
         import ray
 
         with tempfile.TemporaryDirectory(prefix="raycap-bundle-") as folder:
@@ -457,15 +458,15 @@ class SentBundle:
             return load_bundle(Path(folder))
 
 
-ModelSource = StoredBundle | SentBundle  # from which a worker loads a model; Ray pickles it into its tasks
+ModelSource = StoredBundle | SentBundle  # what Ray pickles into each task, so that a worker can load the model
 
 
 def bundle_source(bundle: StoragePath, config: RunConfig) -> ModelSource:
     """The source from which workers load a bundle.
 
-    With a local storage, all nodes share a disk and can read the bundle there. With a storage on S3 they share no disk:
-    a bundle that is only on the driver's disk is then sent through Ray, which must have been started. Workers refuse a
-    bundle on S3 that differs from the one that this process has checked.
+    If the storage is local, all nodes share a disk and read the bundle there. If the storage is on S3, nodes share no
+    disk, so a bundle that is only on the driver's disk is sent through Ray, which must have been started. Workers
+    refuse a bundle on S3 that differs from the one that this process has checked.
     """
     if bundle.is_remote:
         return StoredBundle(bundle, bundle_digests(fetched(bundle)))

@@ -1,8 +1,9 @@
 """Files of words that captions must contain, for constrained beam search.
 
 A file has one JSON line per image: {"image_id": 17, "constraints": ["horse", ["traffic light", "stoplight"]]}. A
-constraint is a word, a phrase, or a list of alternatives, of which a caption must contain one. A caption must satisfy
-all constraints of its image, or as many as the optional key "at_least" says. Images without a line have none.
+constraint is a word, a phrase, or a list of alternatives of which a caption must contain at least one. A caption must
+satisfy all constraints of its image, or as many as the optional key "at_least" says. Images without a line have no
+constraints.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class ImageConstraints(NamedTuple):
-    """The constraints of an image. Each is a tuple of alternatives, of which a caption must contain one.
+    """The constraints of an image, each a tuple of alternatives. A caption must contain one alternative of each.
 
-    at_least: the number of constraints that a caption must satisfy; None if it must satisfy all.
+    at_least: the number of constraints that a caption must satisfy, or None if it must satisfy all.
     """
 
     constraints: tuple[tuple[str, ...], ...]
@@ -33,7 +34,7 @@ class ImageConstraints(NamedTuple):
 
 
 def read_constraints(path: Path) -> dict[int, ImageConstraints]:
-    """Constraints by image id. Raises UserError that names a malformed line."""
+    """Reads a file of constraints, by image id. If a line is malformed, raises UserError with its number."""
     row_type = TypeAdapter(tuple[StrictInt, list[str | list[str]], StrictInt | None])
     found: dict[int, ImageConstraints] = {}
     try:
@@ -67,7 +68,7 @@ def read_constraints(path: Path) -> dict[int, ImageConstraints]:
 
 
 def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> dict[int, ConstraintAutomaton]:
-    """The automata of those `images` that have constraints in a file. Raises UserError as `build_automata`."""
+    """Reads the constraints of these `images` and builds their automata. Raises UserError like `build_automata`."""
     wanted = set(images)
     constraints = {image: value for image, value in read_constraints(file).items() if image in wanted}
     return build_automata(constraints, vocabulary, str(file))
@@ -76,11 +77,11 @@ def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> 
 def build_automata(
     constraints: Mapping[int, ImageConstraints], vocabulary: Vocabulary, file: str
 ) -> dict[int, ConstraintAutomaton]:
-    """The automaton of each image's constraints, by image id.
+    """Builds the automaton of each image's constraints, by image id. file: for messages.
 
-    Raises UserError, which names `file`, for a word outside the vocabulary and for too many constraints.
+    Raises UserError for a word outside the vocabulary, and for too many constraints.
     """
-    from raycap.models.decoding.constraints import build_automaton  # imports torch, which `raycap check` does not
+    from raycap.models.decoding.constraints import build_automaton  # here, because `raycap check` must not load torch
 
     automata = {}
     for image, (image_constraints, at_least) in constraints.items():

@@ -1,7 +1,7 @@
 """Captions whole splits on the cluster with one Ray task per worker. Each task captions one shard of the images.
 
-Tasks get the list of images and the constraints from Ray, and read models and features from the storage, so that nodes
-need no common disk if the storage is on S3. Ray repeats a task on another node if its node is lost.
+Tasks get the list of images and the constraints from Ray, and read models and features from the storage. So nodes need
+no common disk if the storage is on S3. If a node is lost, Ray repeats its task on another node.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 class SplitTask(NamedTuple):
-    """The images of a split. constraints: by image id, the words that the caption must contain, for images with any."""
+    """The images of a split. constraints: {image id: automaton of the words that its caption must contain}."""
 
     images: Dataset
     constraints: Mapping[int, ConstraintAutomaton] = {}
 
 
 class TaskModel(NamedTuple):
-    """A model that tasks load. store: the features that it captions; None for a bundle that captions pixels.
+    """A model that tasks load. store: the features that it captions, or None if it captions pixels.
 
-    With a store, the bundle's backbone is not used.
+    If there is a store, the bundle's backbone is not used.
     """
 
     source: ModelSource
     store: StoragePath | None = None
 
     def load(self) -> Bundle:
-        """The bundle, with a backbone only if it captions pixels. Raises UserError for one that has none."""
+        """Loads the bundle, without its backbone if there is a store. Raises UserError if there is neither."""
         bundle = self.source.load()
         if self.store is not None:
             return replace(bundle, captioner=bundle.captioner.without_backbone(), transform=None)
@@ -58,7 +58,7 @@ class TaskModel(NamedTuple):
 
 
 class Captioned(NamedTuple):
-    """The captions of each split by image id. seconds: the sum of the workers' times, without loading models."""
+    """The captions of each split, by image id. seconds: the workers' times in total, without the loading of models."""
 
     splits: dict[str, dict[int, ImageCaption]]
     seconds: float
@@ -69,16 +69,15 @@ def caption_on_cluster(
 ) -> Captioned:
     """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
-    with_values: also compute the alignment and the signals of each best caption. An image that cannot
-    be read has the reason in place of captions. Raises StalledError after `workers.max_stall_minutes` without a
-    caption.
+    with_values: also compute the alignment and the signals of each best caption. An image that cannot be read has the
+    reason in place of captions. Raises StalledError if no caption arrives for `workers.max_stall_minutes`.
     """
     import ray
 
     workers, watch = config.workers, StallWatch("captioning", config.workers)
     begin, computing = time.monotonic(), 0.0
     found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
-    shared_splits = ray.put(splits)  # once for all workers
+    shared_splits = ray.put(splits)  # stored once, so that Ray does not copy the splits for each worker's call
     with watch, progress("captions  ", sum(len(split.images) for split in splits.values())) as advance:
         arguments = (models, shared_splits, config.without_tracker(), with_values)
         calls = [(rank, *arguments) for rank in range(workers.num_workers)]
@@ -97,9 +96,9 @@ def caption_on_cluster(
 def _caption_shard(
     rank: int, models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, with_values: bool
 ) -> Iterator[tuple[str, dict[int, ImageCaption], float]]:
-    """Captions the part of the images that belongs to worker number `rank`, batch by batch.
+    """Captions the images of worker number `rank`, batch by batch.
 
-    Yields (split, captions by image id, seconds that they took).
+    Yields (split, captions by image id, seconds for this batch).
     """
     from raycap.pipeline.evaluation.captioning.search import CaptionSearch, caption_batches
     from raycap.pipeline.features.model_inputs import Images
@@ -132,7 +131,7 @@ def _caption_shard(
 
 
 def _load(models: Sequence[TaskModel]) -> list[Bundle]:
-    """The bundles of a model or an ensemble. Raises UserError for bundles of different vocabularies."""
+    """Loads the bundles of a model or an ensemble. Raises UserError if their vocabularies differ."""
     bundles = [model.load() for model in models]
     if any(bundle.vocabulary != bundles[0].vocabulary for bundle in bundles):
         raise UserError(

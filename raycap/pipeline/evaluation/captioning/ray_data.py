@@ -1,7 +1,7 @@
-"""Captions very many images through Ray Data. CPU tasks read and decode them, and a pool of actors captions them.
+"""Captions very many images through Ray Data. CPU tasks read and decode images, and a pool of actors captions them.
 
-The driver and Ray's object store keep the names of all images. The cluster keeps a few blocks of at most `BLOCK_SIZE`
-images.
+The driver and Ray's object store keep the names of all images, but the cluster keeps the pixels of a few blocks of at
+most `BLOCK_SIZE` images only.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ BLOCK_SIZE = 64  # images
 
 @dataclass(frozen=True)
 class CaptionPool:
-    """The captioning processes. Their number follows the load and the cluster, which may grow meanwhile.
+    """The captioning processes. Ray adapts their number to the load and to the size of the cluster.
 
-    gpus: of each process. max_size: the largest number of processes; None for as many as the cluster has room for.
+    gpus: GPUs per process. max_size: the largest number of processes, or None for as many as the cluster has room for.
     """
 
     gpus: float = 0
@@ -44,12 +44,12 @@ class CaptionPool:
 
     @property
     def cpus(self) -> float:
-        """The CPUs of each process. A process on a CPU leaves room for the decoding on a node with one CPU."""
+        """CPUs per process. A process takes less than 1 CPU, so that a node with one CPU has room for decoding."""
         return ACTOR_CPUS if self.gpus else 1 - DECODING_CPUS
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """The resources without which no image can be captioned: those of one process and of one decoding task."""
+        """The smallest resources for captioning: CPUs and GPUs of one captioning process and of one decoding task."""
         return [{"CPU": self.cpus, "GPU": self.gpus}, {"CPU": DECODING_CPUS}]
 
 
@@ -63,10 +63,10 @@ def caption_stream(
 ) -> Iterator[tuple[str, Values]]:
     """Yields (name, `ImageCaption.to_json`) of each image, in order.
 
-    search: the settings of a `CaptionService`, with a precision other than `auto`. Ray must have been started, and
-    every node must be able to read local names. Raises StorageError while the storage is out of order or refuses
-    requests, and JobFailedError if Ray loses processes too often. A stall does not end it; the caller must watch for
-    one.
+    names: paths or URIs of images. Every node must be able to read the local paths. search: the settings of a
+    `CaptionService`, with a precision other than `auto`. num_results: captions per image. Ray must have been started.
+    Raises StorageError if the storage fails or refuses requests, and JobFailedError if Ray loses processes too often.
+    There is no deadline, so the caller must watch for stalls.
     """
     import ray.data
     from ray.data import ActorPoolStrategy, DataContext
@@ -75,11 +75,11 @@ def caption_stream(
     repeat_interrupted_tasks()
     DataContext.get_current().execution_no_progress_timeout_s = -1  # the caller's watch ends a stall
     DataContext.get_current().execution_options.preserve_order = True
-    # Arrow's text cannot hold names that are not UTF-8, but its bytes can.
+    # Names are bytes, because Arrow's text type refuses names that are not UTF-8.
     encoded = np.array([name.encode(errors="surrogatepass") for name in names], object)
     parts = np.array_split(encoded, math.ceil(len(names) / BLOCK_SIZE))
     blocks = [pa.table({"name": pa.array(part, pa.binary())}) for part in parts]
-    decoded = ray.data.from_blocks(blocks).map_batches(  # `from_arrow` would run a task for each block
+    decoded = ray.data.from_blocks(blocks).map_batches(  # not `from_arrow`, which runs a task per block
         _decode,
         fn_kwargs={"transform": transform},
         batch_size=None,
@@ -99,24 +99,24 @@ def caption_stream(
 
 
 def _text(name: bytes) -> str:
-    """The name of an image, which blocks hold as bytes."""
+    """The text of an image's name, which is stored as bytes."""
     return name.decode(errors="surrogatepass")
 
 
 def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
-    """Resized pixels (B, H, W, 3) uint8 of the named images; an unreadable image is black and has a reason."""
+    """Adds resized pixels (B, H, W, 3) uint8 to a batch of names. An unreadable image is black and has a reason."""
     names, side = [_text(name) for name in batch["name"]], transform.image_size
     pixels = np.zeros((len(names), side, side, 3), np.uint8)
 
     def decode(index: int) -> str:
-        """Writes the pixels of one image of the batch, and returns its reason."""
+        """Writes the pixels of one image to `pixels`. Returns why it cannot be read, or ""."""
         try:
             pixels[index] = transform.resize(load_image(names[index]))
         except BadImage as error:
             return str(error)
         return ""
 
-    # Several threads help only with files on S3, because requests mostly wait.
+    # Threads help with files on S3, because requests mostly wait. Local files need the CPU, so they get one thread.
     with ThreadPoolExecutor(8 if any(map(is_remote, names)) else 1) as pool:
         reasons = list(pool.map(decode, range(len(pixels))))
     return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}
@@ -127,12 +127,12 @@ class _CaptionActor:
 
     def __init__(self, model: ModelSource, search: Values, num_results: int, gpus: float) -> None:
         prepare_processor()
-        device = device_for(gpus).type  # Ray leaves GPUs visible to processes that have asked for none
+        device = device_for(gpus).type  # not torch's default: Ray leaves GPUs visible to processes that asked for none
         self.service = CaptionService(model.load(), device=device, **search)
         self.search = self.service.changed_search({}, num_results)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> Values:
-        """Captions a batch of `_decode`. The column found holds JSON (`ImageCaption.to_json`)."""
+        """Captions a batch of `_decode`. The result's column `found` contains JSON (`ImageCaption.to_json`)."""
         found = [ImageCaption(error=str(reason)) for reason in batch["reason"]]
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
         if readable:

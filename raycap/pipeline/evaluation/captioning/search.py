@@ -1,10 +1,10 @@
-"""Captions many images with one model or an ensemble. Each worker runs a batched search over its share.
+"""Captions many images with one model or an ensemble. Each worker captions its share of the images in batches.
 
-Two measures of a best caption take one teacher-forced pass each. The alignment is the normalized fine-grained score of
-Ada-ClustFormer's paper (section 4.1). A word and an image token agree if each is the nearest of the other, and the
-alignment is the share of words that agree with an image token. The energy of a token is minus the log-sum-exp of its
-logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with temperature 1). It is higher on images unlike those of the
-training. Log-probabilities do not contain it, because softmax removes the common level of the logits.
+Two measures of a best caption are computed, each with one teacher-forced pass. The alignment is the normalized
+fine-grained score of Ada-ClustFormer's paper (section 4.1): the share of words that agree with an image token. A word
+and an image token agree if each is the nearest one to the other. The energy of a token is minus the log-sum-exp of its
+logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with temperature 1). The energy is higher on images unlike those of the
+training. Log-probabilities do not show it, because softmax removes the common level of the logits.
 
 Shapes: B images, N image tokens, T caption tokens with SOS, D width, V vocabulary.
 """
@@ -49,17 +49,17 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import StorageError
 
-Hypotheses = dict[int, list[RankedCaption]]  # by image id, best first
+Hypotheses = dict[int, list[RankedCaption]]  # {image id: captions, best first}
 
 
 @dataclass(frozen=True)
 class CaptionSearch:
     """The settings of a search for captions.
 
-    with_values: compute the alignment and the signals of each best caption. This takes one decoder pass per batch, and
-        another one over the first tokens. Ensembles have neither, and captions with constraints have no signals.
-    skip_unreadable: report images that cannot be read. Without it, the first of them raises BadImage or OSError.
-        Requests that the storage refuses or does not answer always raise, because the image is not at fault.
+    with_values: compute the alignment and the signals of each best caption, which take one decoder pass per batch, and
+        another pass over the first tokens. Ensembles get neither, and captions with constraints get no signals.
+    skip_unreadable: report images that cannot be read. If it is False, the first such image raises BadImage or OSError.
+        An error is always raised if the storage refuses or does not answer, because the image is not at fault.
     """
 
     settings: EvaluationSection
@@ -76,10 +76,10 @@ def caption_images(
     context: Context,
     report: Callable[[float], object] = lambda _: None,
 ) -> dict[int, RankedCaption]:
-    """The best caption of every image by image id, on every rank, without its signals.
+    """The best caption of every image, by image id, without signals. Every rank gets all captions.
 
-    This is a collective operation: every rank must call it, and captions its shard. After each batch, `report` is
-    called with the finished fraction of the shard.
+    The function is collective: every rank must call it, and captions its shard. report: is called after each batch with
+    the finished fraction of the shard.
     """
     was_training = captioner.training
     shard_size = len(_shard(images, context))
@@ -100,17 +100,17 @@ def caption_batches(
     context: Context,
     constraints: Mapping[int, ConstraintAutomaton] | None = None,
 ) -> Iterator[tuple[Hypotheses, dict[int, str]]]:
-    """Yields the `search.settings.num_results` best captions by image id, and {unreadable image: reason}, by batch.
+    """Yields for each batch its `search.settings.num_results` best captions by image id, and {unreadable id: reason}.
 
-    Each rank captions its shard, every `world_size`-th image; no process group is needed. Several models form an
-    ensemble; all are set to evaluation mode. `inputs` contains each model's inputs of the same images in the same
-    order. `constraints` contains the constraints by image id, for images that have any. When the GPU's memory runs out,
-    fewer images are captioned at a time, down to one. Each item still covers `images_at_a_time` images.
+    Each rank captions its shard, every `world_size`-th image, without a process group. models: one model, or several as
+    an ensemble. All models are set to evaluation mode. inputs: for each model, its inputs of the same images in the
+    same order. constraints: {image id: automaton}, for images with constraints. If the GPU's memory runs out, fewer
+    images are captioned at a time, down to one, but each yielded batch still has `images_at_a_time` images.
     """
     if search.settings.precision == "auto":
         raise ValueError("evaluation.precision is auto, which must be decided before the search")
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
-    size = batch_size  # images that are captioned at a time
+    size = batch_size  # images captioned at a time, fewer than `batch_size` after the GPU's memory ran out
     graphs = None
     if search.settings.cuda_graph and context.device.type == "cuda" and not search.settings.decoding.sampling:
         options = beam_options(search.settings, search.vocabulary)
@@ -121,7 +121,7 @@ def caption_batches(
         rows = shard[first : first + batch_size]
         hypotheses: Hypotheses = {}
         unreadable: dict[int, str] = {}
-        start = one_by_one_until = 0  # images before this position are captioned one at a time
+        start = one_by_one_until = 0  # up to this position, images go one at a time to find an unreadable one
         while start < len(rows):
             batch = rows[start : start + (1 if start < one_by_one_until else size)]
             try:
@@ -129,7 +129,7 @@ def caption_batches(
             except torch.OutOfMemoryError:
                 if graphs is None and size == 1:
                     raise
-                # without the graphs, which take memory of their own, the same batch may fit
+                # first tries the same batch without the graphs, which take memory of their own, then half of the batch
                 graphs, size = None, size if graphs is not None else size // 2
                 torch.cuda.empty_cache()
                 continue
@@ -137,7 +137,7 @@ def caption_batches(
                 is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)
                 if is_storage_at_fault or not search.skip_unreadable:
                     raise
-                if len(batch) > 1:  # try these images one at a time, to find the unreadable one
+                if len(batch) > 1:  # repeats these images one at a time, to find the unreadable one
                     one_by_one_until = start + len(batch)
                     continue
                 unreadable[int(inputs[0].image_ids[batch[0]])] = without_secrets(str(error))
@@ -150,7 +150,7 @@ def _shard(images: Images, context: Context) -> np.ndarray:
     return np.arange(len(images))[context.world_rank :: context.world_size]
 
 
-@torch.no_grad()  # in inference mode, autocast would convert each weight again at every use
+@torch.no_grad()  # not inference mode, because autocast would then convert each weight again at every use
 def _caption_batch(
     models: Sequence[Captioner],
     inputs: Sequence[Images],
@@ -160,7 +160,7 @@ def _caption_batch(
     rows: np.ndarray,
     graphs: GraphedSearch | None,
 ) -> Hypotheses:
-    """The captions of the images in these rows. The other arguments are those of `caption_batches`."""
+    """The captions of the images in these rows, by image id. The other arguments are those of `caption_batches`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
     alignment: list[float] = [math.nan] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
@@ -190,7 +190,7 @@ def _caption_batch(
 
 
 def best_signals(model: CaptionModel, memory: Memory, captions: Captions) -> list[tuple[float, ...]]:
-    """The signals of each image's best caption, from which the confidence follows (`evaluation.confidence`)."""
+    """The signals of each image's best caption, from which the confidence is computed (`evaluation.confidence`)."""
     tokens, log_probs, lengths = (part[:, 0] for part in (captions.tokens, captions.log_probs, captions.lengths))
     energies = caption_energies(model, memory, tokens, lengths, NUM_FIRST)
     return caption_signals(*(part.cpu().numpy() for part in (log_probs, lengths, energies)))
@@ -204,9 +204,9 @@ def _search(
     automata: Sequence[ConstraintAutomaton | None],
     graphs: GraphedSearch | None,
 ) -> tuple[Captions, list[list[int | None]]]:
-    """The best captions, and the number of constraints that each satisfies.
+    """Finds the best captions. Returns them, and for each caption the number of constraints that it satisfies.
 
-    The number is None for an image without constraints, and -1 for a caption that the search did not find.
+    The number is None if the image has no constraints, and -1 if the search did not find the caption.
     """
     decoders, settings = [model.model for model in models], search.settings
     if not any(automata):
@@ -226,7 +226,7 @@ def _search(
 
 
 def score_rules(settings: EvaluationSection, vocabulary: Vocabulary) -> ScoreRules:
-    """The rules of a search with their words in a vocabulary."""
+    """The rules of a search, with words as ids of a vocabulary."""
     ranking = settings.ranking
     open_endings = tuple(vocabulary.ids[word] for word in sorted(OPEN_ENDINGS & vocabulary.ids.keys()))
     normalization = ranking if isinstance(ranking, float) else ranking == "mean"
@@ -234,7 +234,7 @@ def score_rules(settings: EvaluationSection, vocabulary: Vocabulary) -> ScoreRul
 
 
 def beam_options(settings: EvaluationSection, vocabulary: Vocabulary) -> Values:
-    """The options of `beam_search`."""
+    """The keyword arguments of `beam_search` for these settings."""
     options = {key: getattr(settings, key) for key in ("beam_size", "max_length", "num_results")}
     return options | {"rules": score_rules(settings, vocabulary)}
 
@@ -242,10 +242,10 @@ def beam_options(settings: EvaluationSection, vocabulary: Vocabulary) -> Values:
 def find_captions(
     models: Models, memories: Memories, settings: EvaluationSection, vocabulary: Vocabulary, images: Iterable[object]
 ) -> Captions:
-    """The captions of each image, best first.
+    """The captions of each image, best first, from beam search or, with `decoding.sampling`, from random draws.
 
-    images: a text or number for each image, on which its drawn captions depend besides `decoding.seed`; read only to
-    draw captions.
+    images: a text or number for each image. Its draws depend on this value and on `decoding.seed`, and on no other
+    image. Beam search does not read the values.
     """
     if not settings.decoding.sampling:
         return beam_search(models, memories, **beam_options(settings, vocabulary))
@@ -261,14 +261,14 @@ def _seed(seed: int, image: object) -> int:
 
 
 def collapsed(caption: str) -> str:
-    """The caption with one word in place of equal neighboring words."""
+    """The caption with equal neighboring words replaced by one word."""
     return " ".join(word for word, _ in groupby(caption.split()))
 
 
 def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
-    """Whether each word agrees, (B, T), from image tokens (B, N, D) and word states (B, T, D).
+    """True (B, T) for each word that agrees with an image token. image: tokens (B, N, D). words: states (B, T, D).
 
-    `valid_mask` (B, N) is True at image tokens that are not padding, `counted` (B, T) at tokens that are words.
+    valid_mask: (B, N), True at image tokens that are not padding. counted: (B, T), True at tokens that are words.
     """
     products = image @ words.mT  # (B, N, T)
     if valid_mask is not None:
@@ -282,30 +282,31 @@ def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, count
 
 @torch.no_grad()
 def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """The scores (B,) float32 of one caption per image, tokens (B, T) with SOS; NaN for a caption without words.
+    """The alignment (B,) float32 of one caption per image, or NaN for a caption without words. tokens: (B, T) with SOS.
 
-    The paper divides by no stated number; here it is the number of words. The state of a word is the one after the
-    word was read. A model with several encoder levels is measured on the last one. When a caption fills the positional
-    table, its last word has no state and is left out. A random model scores above 0.
+    The sum over words is divided by the number of words, because the paper does not state its divisor. A word's state
+    is the decoder's state after it has read the word. If the model has several encoder levels, the last one is
+    compared. If a caption fills the positional table, its last word has no state and is left out. The alignment of a
+    random model is above 0.
     """
     tokens = tokens[:, : model.sizes.max_positions]
     sizes = model.sizes
-    states: list[Tensor] = []  # the input of the output layer, which is the last decoder states (B, T, D)
+    states: list[Tensor] = []  # the input of the output layer: the decoder's last states (B, T, D)
     with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
-    ended = (tokens == sizes.eos).cumsum(1) > 0  # True at EOS and after it
+    ended = (tokens == sizes.eos).cumsum(1) > 0  # True from EOS on
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
     agree = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), counted)
-    return agree.sum(1) / counted.sum(1)  # 0 / 0 is NaN
+    return agree.sum(1) / counted.sum(1)  # NaN without words, because 0 / 0 is NaN
 
 
 @torch.no_grad()
 def caption_energies(model: CaptionModel, memory: Memory, tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The mean energy (B,) float32 of the first `count` tokens of each caption; float64 for a float64 model.
+    """The mean energy (B,) of the first `count` tokens of each caption after SOS, float32, or float64 for such a model.
 
-    tokens: one caption per image, (B, T) with SOS. lengths: (B,) with SOS and EOS, 2 or more. count: the number of
-    tokens after SOS. If a caption has fewer, the mean is over all of them.
+    tokens: one caption per image, (B, T) with SOS. lengths: (B,), tokens with SOS and EOS, 2 or more. If a caption has
+    fewer than `count` tokens, the mean is over all of them.
     """
     counts = (lengths - 1).clamp(max=count)
     with evaluating(model):

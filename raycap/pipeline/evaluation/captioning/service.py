@@ -1,6 +1,6 @@
 """Captions images with a model bundle, and explains captions, for every command, server and API.
 
-This module imports neither Ray nor MLflow, because a served model needs few packages.
+A served model has few packages, so this module imports neither Ray nor MLflow.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 class CaptionService:
     """Captions images with a bundle. Raises ValueError for a bundle without a backbone.
 
-    beam_size, max_length: None for those of the bundle's protocol. search: other keys of the section `evaluation` that
-    replace recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}. precision: of `caption`, float32
-    or bfloat16 (autocast); `auto` times both and uses the faster one. Other methods compute in float32. device: cpu or
-    cuda, to which the bundle is moved; None for a GPU if torch sees one. The methods take pixels on any device.
+    beam_size, max_length: if they are None, the bundle's protocol decides. search: other keys of the section
+    `evaluation` that replace recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}. precision: of
+    `caption`, float32 or bfloat16 (autocast). `auto` measures both and uses the faster one. Other methods compute in
+    float32. device: cpu or cuda, to which the bundle is moved. If it is None, the GPU is used if torch sees one. The
+    methods take pixels on any device.
 
-    Several threads may call the methods. They take turns in computing, because hooks of the model record attention.
+    Several threads may call the methods, but only one computes at a time, because hooks of the model record attention.
     """
 
     def __init__(
@@ -72,19 +73,19 @@ class CaptionService:
             self.precision = times.fastest
 
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
-        """The search of this service with other keys and a number of captions. Raises UserError for bad values."""
+        """The search of this service with changed keys and `num_results` captions per image. Raises UserError."""
         search = self.bundle.changed_search(changes, self.search) if changes else self.search
         if num_results < 1 or (num_results > search.beam_size and not search.decoding.sampling):
             raise UserError(f"num_results is {num_results}; expected 1 to the beam's size, {search.beam_size}")
         return self._limited(search.model_copy(update={"num_results": num_results}))
 
     def _limited(self, search: EvaluationSection) -> EvaluationSection:
-        """The search with captions of at most as many tokens as the model has positions."""
+        """The search with `max_length` lowered to the model's number of positions."""
         positions = self.bundle.captioner.model.sizes.max_positions
         return search.model_copy(update={"max_length": min(search.max_length, positions)})
 
     def pixels(self, source: ImageSource, options: StorageOptions = StorageOptions()) -> Tensor:
-        """An image's normalized pixels (3, H, W). Raises BadImage with the reason. source: as for `load_image`."""
+        """The normalized pixels (3, H, W) of an image. source: see `load_image`. Raises BadImage with the reason."""
         return self.transform(load_image(source, options=options))
 
     def caption_images(
@@ -95,10 +96,10 @@ class CaptionService:
         batch_size: int | None = None,
         options: StorageOptions = StorageOptions(),
     ) -> Iterator[ImageCaption]:
-        """Yields the captions of each image, in order. An image that cannot be read has the reason in `error`.
+        """Yields the captions of each image, in order. If an image cannot be read, `error` has the reason.
 
-        search: a result of `changed_search`; by default the search of the service. batch_size: images per forward pass,
-        by default BATCH_SIZE. Raises StorageError while the storage does not answer.
+        search: a result of `changed_search`, by default the search of the service. batch_size: images per forward pass,
+        by default BATCH_SIZE. Raises StorageError if the storage does not answer.
         """
 
         def load(source: ImageSource) -> Tensor | str:
@@ -120,7 +121,7 @@ class CaptionService:
         """The captions of each image (B, 3, H, W), with the confidence in the best one if the bundle has it."""
         search = search or self.search
         with self._computing, torch.no_grad():
-            # no_grad and not inference mode, in which autocast would convert each weight again at every use
+            # not inference mode, because autocast would then convert each weight again at every use
             confidence = self.bundle.confidence(search)
             signals: list[tuple[float, ...]] = []
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
@@ -140,7 +141,7 @@ class CaptionService:
         """The best captions of each image (B, 3, H, W), and the encoded images."""
         captioner = self.bundle.captioner
         memory = captioner.encode(Features(pixels))
-        # drawn captions depend on the content of their image, and not on the other images of the batch
+        # the digest of an image seeds its drawn captions, so that they do not depend on other images of the batch
         contents = (hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest() for image in pixels)
         return find_captions(captioner.model, memory, search, self.bundle.vocabulary, contents), memory
 
@@ -150,17 +151,17 @@ class CaptionService:
         return RankedCaption(text, log_prob, self._words(text))
 
     def _words(self, caption: str) -> tuple[str, ...]:
-        """The texts of a caption's tokens."""
+        """The texts of a caption's tokens, words or pieces of words."""
         return tuple(part.strip() for part in self.bundle.vocabulary.parts(caption))
 
     def explain(
         self, pixels: Tensor, caption: str, head: int | None = None, with_attribution: bool = True
     ) -> Explanation:
-        """Where the model looks in one image (3, H, W) for each word of a caption.
+        """Computes where the model looks in one image (3, H, W) for each word of a caption.
 
-        head: the number, from 0, of the head whose attention is shown; None for the mean over all heads.
-        with_attribution: also integrated gradients, which take minutes of a CPU core. Raises UserError for a head that
-        the model lacks, and for too many tokens.
+        head: the index, from 0, of the head whose attention is shown. If it is None, the mean over all heads is shown.
+        with_attribution: also compute integrated gradients, which take minutes of a CPU core. Raises UserError if the
+        model lacks the head, or if the caption has too many tokens.
         """
         model, backbone = self.bundle.captioner.model, self.bundle.captioner.backbone
         assert backbone is not None
@@ -180,7 +181,7 @@ class CaptionService:
         explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
         if attribution is None:
             return explanation
-        gap = float(attribution.gap.max()) if words else 0.0  # an empty caption has no attributions
+        gap = float(attribution.gap.max()) if words else 0.0  # without words, `max` would fail
         shares = attribution.shares().cpu().numpy()
         return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
 

@@ -1,6 +1,6 @@
-"""Reads models of other projects: their checkpoints, and their vocabularies, which are pickles, as plain values.
+"""Imports models of other projects: reads their checkpoints and vocabularies.
 
-No code in a pickle is executed.
+The vocabularies are pickles, which are read as plain values, so that no code in them is executed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from raycap.pipeline.runtime.names import quoted, shown
 from raycap.pipeline.storage.untrusted.documents import read_regular_file
 
 ALLOWED = "a vocabulary holds dict, list, str and int only"
-# Larger files are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
+# Pickles above these limits are refused. The published vocabulary has 10,000 words, 0.24 MB and 60,000 operations.
 MAX_BYTES = 64 * 2**20
-MAX_OPERATIONS = 1_000_000  # they take a few seconds, and at most about 100 bytes each
-MAX_INTEGER = 2**60  # Python gives larger integers equal hashes, which makes a dictionary slow
-# The operations that make dict, list, str, int and float, and store them in the memo and take them from it
+MAX_OPERATIONS = 1_000_000  # so many take a few seconds, and at most about 100 bytes each
+MAX_INTEGER = 2**60  # larger integers are refused, because they can share one hash, which makes a dictionary slow
+# The operations that make dict, list, str, int and float, and those that use the memo (the table of earlier values)
 PLAIN_OPERATIONS = frozenset(
     [
         *("MARK", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
@@ -41,14 +41,14 @@ PLAIN_OPERATIONS = frozenset(
         *("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "FRAME"),
     ]
 )
-MAX_OTHER_OPERATIONS = 1000  # calls, classes, tuples and sets, which could use up time and memory
+MAX_OTHER_OPERATIONS = 1000  # few, because calls, classes, tuples and sets could use up time and memory
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads dict, list, str and int. It never looks up a class or function: it refuses each one without a stand-in.
+    """Unpickles dict, list, str and int. Classes and functions are never imported, so no code of the file is executed.
 
-    stand_ins: the harmless objects that replace classes and functions. A key is the last part of the module's name and
-    the name of the class or function, such as "vocab.Vocab".
+    stand_ins: harmless objects that replace classes and functions. A key is the last part of the module's name and the
+    name of the class or function, such as "vocab.Vocab". A name without a stand-in raises UnpicklingError.
     """
 
     stand_ins: Mapping[str, object] = {}
@@ -66,9 +66,9 @@ class _Unpickler(pickle.Unpickler):
 def read_plain_pickle(
     path: Path, stand_ins: Mapping[str, object] | None = None, convert: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The content of a pickle of dict, list, str and int. Raises ValueError for anything else, without executing it.
+    """Reads a pickle of dict, list, str and int. Raises ValueError for other content, none of which is executed.
 
-    stand_ins: see `_Unpickler`. convert: turns a content that includes stand-ins into plain values.
+    stand_ins: see `_Unpickler`. convert: a function that turns a content with stand-ins into plain values.
     """
     if not path.is_file():
         raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
@@ -88,7 +88,7 @@ def read_plain_pickle(
 
 
 def _check_operations(data: bytes) -> None:
-    """Raises UnpicklingError for a pickle whose execution could take long or need much memory. Only parses it."""
+    """Parses a pickle without executing it. Raises UnpicklingError if executing it could need much time or memory."""
     num_others = 0
     for number, (code, argument, _) in enumerate(pickletools.genops(data)):
         if number >= MAX_OPERATIONS:
@@ -98,13 +98,13 @@ def _check_operations(data: bytes) -> None:
             raise pickle.UnpicklingError(f"it has more than {MAX_OTHER_OPERATIONS} objects of other types")
         if isinstance(argument, int) and abs(argument) > MAX_INTEGER:
             raise pickle.UnpicklingError("it holds an integer of more than 60 bits")
-        # A huge index would make the unpickler allocate a table of that size.
+        # The unpickler would allocate a table of the size of the index, so huge indices are refused.
         if "PUT" in code.name and isinstance(argument, int) and argument > MAX_OPERATIONS:
             raise pickle.UnpicklingError(f"it asks for place {argument} in a memo; the limit is {MAX_OPERATIONS}")
 
 
 def _check_plain(content: object, path: Path) -> None:
-    """Raises ValueError unless all values are dict, list, valid str or int."""
+    """Raises ValueError if a value is something else than a dict, a list, a valid str or an int."""
     pending, visited = [content], set()
     while pending:
         value = pending.pop()
@@ -125,19 +125,19 @@ _MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EO
 
 
 def read_meshed_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary pickle of the Meshed-Memory Transformer's reference, or raycap's vocabulary.json.
+    """Reads the vocabulary pickle of the Meshed-Memory Transformer's reference, or raycap's vocabulary.json.
 
-    The pickle contains an object with `itos` and `stoi`, and names four classes and functions. Stand-ins replace these,
-    so no code of the file is executed. <unk>, <pad>, <bos> and <eos> get raycap's names and keep their ids.
-    Raises ValueError for other content, and when the two tables contradict each other.
+    The pickle contains an object with the tables `itos` and `stoi`, and names four classes and functions. Stand-ins
+    replace the classes and functions, so no code of the file is executed. <unk>, <pad>, <bos> and <eos> get raycap's
+    names and keep their ids. Raises ValueError for other content, and if the two tables contradict each other.
     """
     if path.suffix == ".json":
         return Vocabulary.load(path)
 
-    # Each file gets new stand-ins, because a file can set attributes of these. They copy nothing, because a small file
-    # with many copies of one large Counter would need gigabytes.
+    # The stand-ins are defined anew for each file, because a file can set their attributes. A stand-in copies nothing,
+    # because a small file with many copies of one large Counter would need gigabytes.
     class Table:
-        """A stand-in for the vocabulary, whose attributes the file gives as plain values."""
+        """A stand-in for the vocabulary object. attributes: those in the file, as plain values."""
 
         attributes: Any = None
 
@@ -145,11 +145,11 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
             self.attributes = state
 
     def lookup(content: object = None) -> dict[Any, Any]:
-        """A stand-in for defaultdict, whose factory it ignores, and for Counter, which contains another dict."""
+        """A stand-in for Counter and defaultdict. Returns a Counter's dict, and ignores a defaultdict's factory."""
         return content if type(content) is dict else {}
 
     def tables_of(content: object) -> Values:
-        """The attributes itos and stoi of the vocabulary object as plain values."""
+        """The tables itos and stoi of the vocabulary object as plain values."""
         if type(content) is not Table or type(content.attributes) is not dict:
             raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
         return {name: value for name, value in content.attributes.items() if name in ("itos", "stoi")}
@@ -164,9 +164,10 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
 
 
 def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary pickle of ExpansionNet v2's reference: `word2idx_dict`, `idx2word_list`, `sos_str`, `eos_str`.
+    """Reads the vocabulary pickle of ExpansionNet v2's reference.
 
-    Raises ValueError for other content, and when the two tables contradict each other.
+    Its keys are `word2idx_dict`, `idx2word_list`, `sos_str` and `eos_str`. Raises ValueError for other content, and if
+    the two tables contradict each other.
     """
     content = read_plain_pickle(path)
     words = _checked_words(content, "idx2word_list", "word2idx_dict", path, "ExpansionNet v2 vocabulary")
@@ -182,10 +183,10 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
 
 
 def _checked_words(content: object, words_key: str, ids_key: str, path: Path, label: str) -> list[str]:
-    """The words of a vocabulary in the order of their ids. ValueError unless the table of ids agrees with them.
+    """The words of a vocabulary in the order of their ids. Raises ValueError if the table of ids contradicts them.
 
-    The table of ids may contain more words: each look-up of an unknown word adds an entry to a defaultdict.
-    label: the kind of vocabulary, for the error message.
+    The table of ids may contain more words, because it is a defaultdict in which each look-up of an unknown word adds
+    an entry. label: the kind of vocabulary, for the error message.
     """
     words, ids = (content.get(key) if isinstance(content, dict) else None for key in (words_key, ids_key))
     if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
@@ -198,7 +199,7 @@ def _checked_words(content: object, words_key: str, ids_key: str, path: Path, la
 
 
 class ImportRequest(NamedTuple):
-    """The files to import, and the settings of the sections `model` and `backbone` that the user gave."""
+    """A model to import. tokens: the vocabulary. settings: what the user set in the sections `model` and `backbone`."""
 
     checkpoint: Path
     tokens: Path
@@ -206,14 +207,14 @@ class ImportRequest(NamedTuple):
     backbone_file: Path | None
 
 
-# The imported model, its vocabulary, and two texts for the user: the model's sizes, and the features that it takes.
+# The imported model, its vocabulary, and two texts for the user: the model's sizes, and the features that it needs
 Imported = tuple[Captioner, Vocabulary, str, str]
 
 
 def _import_expansionnet(request: ImportRequest) -> Imported:
-    """Reads an ExpansionNet v2 checkpoint. The backbone is its Swin, or that of --backbone, or none."""
+    """Imports an ExpansionNet v2 checkpoint. The backbone is its own Swin, or the Swin of --backbone, or missing."""
     vocabulary, tensors = read_expansionnet_vocabulary(request.tokens), read_tensors(request.checkpoint)
-    # the checkpoint of a whole system contains its backbone, a Swin, under names with a prefix
+    # if the checkpoint contains the backbone, a Swin, the names of its tensors start with a prefix
     swin_names = [name for name in tensors if name.startswith(convert.SWIN_PREFIX)]
     swin = {name.removeprefix(convert.SWIN_PREFIX): tensors.pop(name) for name in swin_names}
     if swin and request.backbone_file is not None:
@@ -247,7 +248,7 @@ def _import_expansionnet(request: ImportRequest) -> Imported:
 
 
 def _import_meshed_memory(request: ImportRequest) -> Imported:
-    """Reads a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
+    """Imports a checkpoint of the Meshed-Memory Transformer, which has no backbone."""
     if request.backbone_file is not None or request.settings["backbone"]:
         raise UserError(
             "the Meshed-Memory Transformer works on region features; leave --backbone out, and its settings"
@@ -255,7 +256,7 @@ def _import_meshed_memory(request: ImportRequest) -> Imported:
     vocabulary, tensors = read_meshed_vocabulary(request.tokens), read_tensors(request.checkpoint)
     inferred = convert.infer_meshed_memory(tensors)
     given = request.settings["model"]
-    # as in the training of the published weights, padding is attended unless a setting says otherwise
+    # by default padding is attended, because it was in the training of the published weights
     regions = {"attended_regions": given.get("attended_regions", convert.MESHED_REGIONS)}
     config = parse_section(MeshedMemoryConfig, convert.complete_settings(inferred, given) | regions, "model")
     model = _build(request, config, inferred, vocabulary, convert.convert_meshed_memory(tensors, config))
@@ -286,8 +287,8 @@ def _build(
 def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: int) -> Backbone:
     """Builds the published Swin-L, or a Swin with the sizes in `settings`, and loads its tensors.
 
-    Raises UserError if the model takes features of another width or the file shows other settings, and ValueError for
-    tensors of other sizes.
+    feature_width: the width of the features that the captioner takes. Raises UserError if the Swin's width differs, or
+    if the file was made with other settings, and ValueError if its tensors have other sizes.
     """
     backbone = Backbone(parse_section(BackboneConfig, settings | {"weights": "none"}, "backbone"))
     if backbone.width != feature_width:
@@ -301,10 +302,11 @@ def _build_backbone(swin: dict[str, Tensor], settings: Values, feature_width: in
 
 
 def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values) -> None:
-    """Raises UserError if the file's Swin has another window, or was trained at an image size that nobody asked for.
+    """Raises UserError if the file's Swin has another window, or if its image size is not the default and was not set.
 
-    timm would resize the tables of positions, and the captions would be worse without a message. Only files in the
-    original naming show the image size: they have a mask for each window of the shifted attention.
+    Without this check, timm would resize the tables of positions, and captions would be worse without a message. The
+    image size is known only for files with the original names, because only these files have a mask for each window of
+    the shifted attention.
     """
     table = swin.get("layers.0.blocks.0.attn.relative_position_bias_table")
     mask = swin.get("layers.0.blocks.1.attn_mask")
@@ -318,7 +320,7 @@ def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values)
         )
     size = (
         backbone.config.image_size if mask is None or not mask.ndim else 4 * window * math.isqrt(len(mask))
-    )  # patches have 4 pixels
+    )  # a patch has 4 x 4 pixels, and `mask` has one entry per window
     if size != backbone.config.image_size and "image_size" not in settings:
         raise UserError(
             f"backbone.image_size is {backbone.config.image_size}, and the file's Swin was trained at {size}; give "
@@ -326,7 +328,7 @@ def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values)
         )
 
 
-# for each format the project's name and the function that reads its files
+# {format: (name of the project, function that imports its files)}
 FORMATS: dict[str, tuple[str, Callable[[ImportRequest], Imported]]] = {
     "expansionnet_v2": ("ExpansionNet v2", _import_expansionnet),
     "meshed_memory": ("Meshed-Memory Transformer", _import_meshed_memory),

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESAMPLES = 10_000
-CHUNK_VALUES = 2**22  # image numbers that are drawn at a time; they take at most about 64 MiB
+CHUNK_VALUES = 2**22  # A bootstrap draws at most this many image indices at once (about 64 MiB).
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The statistics of one score over seeds. std: with n - 1; None for one seed."""
+    """The statistics of one score over seeds. std: the sample standard deviation (n - 1), or None for one seed."""
 
     mean: float
     std: float | None
@@ -39,7 +39,7 @@ class Spread:
         return Spread(statistics.fmean(values), std, min(values), max(values), tuple(values))
 
     def text(self, digits: int = 3, *, in_percent: bool = False) -> str:
-        """The mean and the standard deviation as a table's cell, such as `0.843 ± 0.004`."""
+        """The mean and the standard deviation as the text of a table's cell, such as `0.843 ± 0.004`."""
         factor, digits, unit = (100, 1, " %") if in_percent else (1, digits, "")
         std = "" if self.std is None else f" ± {factor * self.std:.{digits}f}"
         return f"{factor * self.mean:.{digits}f}{std}{unit}"
@@ -47,7 +47,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of a - b over the images, its confidence interval, and the share of resamples in which a is better."""
+    """The mean of a - b over the images, with its confidence interval from low to high."""
 
     mean: float
     low: float
@@ -69,18 +69,20 @@ def paired_difference(
 ) -> Difference:
     """Percentile bootstrap of the mean of a - b over images and seeds (Koehn 2004 for one seed of each system).
 
-    a, b: (seeds, images) scores of metrics that are means over images, as CIDEr-D is and BLEU is not; the numbers of
-    seeds may differ, and the seeds are independent. less_is_better: a is better where a - b is below 0.
+    a, b: (seeds, images) scores of a metric that is a mean over images, such as CIDEr-D but not BLEU. The numbers of
+    seeds may differ, and the seeds of both sides are independent. less_is_better: if True, a is better if a - b is
+    below 0. confidence: of the interval. seed: of the random draws.
 
-    Each resample has two levels. Images are sampled with replacement, the same for all seeds of both sides. The seeds
-    add a deviation of their mean. A sample of 2 to 5 seeds with replacement has few values and a variance that is too
-    small by (n - 1)/n, so the deviation is drawn from Student's t distribution, with the unbiased variance between
-    seeds (`_seed_variance`) and the degrees of freedom of Welch (1947). A side with one seed gets the variance of the
-    other side. With one seed on both sides, the interval holds for these two models only.
+    Each resample draws images with replacement, the same images for all seeds of both sides. Then it adds a random
+    deviation for the choice of seeds. Seeds are not drawn with replacement, because 2 to 5 seeds give few distinct
+    values and a variance that is too small by (n - 1)/n. Instead, the deviation is drawn from Student's t distribution,
+    with the unbiased variance between seeds (`_seed_variance`) and the degrees of freedom of Welch (1947). A side with
+    one seed gets the variance of the other side. With one seed on both sides, the interval holds for these two models
+    only.
 
-    In 1,000 simulations each, with 500 images and seeds whose spread is 0 to 3 times the images' error, the 95 %
-    interval covers the true difference in 0.94 to 0.97 with 2 seeds per side, 0.95 to 0.98 with 3 to 10, 0.93 to 0.97
-    with 2 and 5, 0.94 to 0.96 with 1 and 5. A plain resample of seeds and images covers it in 0.72 with 2 seeds.
+    Coverage of the 95 % interval in 1,000 simulations each, with 500 images, and a spread of seeds of 0 to 3 times the
+    error from the images: 0.94 to 0.97 with 2 seeds per side, 0.95 to 0.98 with 3 to 10, 0.93 to 0.97 with 2 and 5,
+    0.94 to 0.96 with 1 and 5. If seeds and images are drawn with replacement, the coverage with 2 seeds is 0.72.
     """
     sides = [np.asarray(side, np.float64) for side in (a, b)]
     differences = sides[0].mean(0) - sides[1].mean(0)
@@ -101,10 +103,10 @@ def paired_difference(
 
 
 def compare(results: Sequence[SplitScores], others: Sequence[SplitScores]) -> dict[str, Difference]:
-    """Logs the scores of two systems on a split side by side. Returns their differences by metric.
+    """Logs the scores of two systems on a split side by side. Returns {metric: difference}, with 95 % intervals.
 
     results, others: the scores of one model per seed, all on the same images. Only metrics that are means over images
-    have a difference, with its 95 % interval. Raises JobFailedError for scores of different images.
+    have a difference. Raises JobFailedError if the models were scored on different images.
     """
     sides = [[result.scores for result in side if result.scores is not None] for side in (results, others)]
     if len({tuple(scores.image_ids) for side in sides for scores in side}) != 1:
@@ -130,14 +132,14 @@ def compare(results: Sequence[SplitScores], others: Sequence[SplitScores]) -> di
 
 
 def differences_json(differences: Mapping[str, Difference]) -> dict[str, dict[str, float]]:
-    """The differences of `compare` as the reports' JSON files contain them, by metric."""
+    """The result of `compare` in the form of the reports' JSON files: {metric: {field: value}}."""
     return {metric: asdict(difference) for metric, difference in differences.items()}
 
 
 def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The variance that seeds add to the difference of the sides' means, and its degrees of freedom.
+    """The variance that seeds add to the difference of the two means, and its degrees of freedom.
 
-    sides: (seeds, images) each. (0, 0) if no side has several seeds.
+    sides: two arrays of scores (seeds, images). Returns (0, 0) if no side has several seeds.
     """
     known = [(_seed_variance(side), len(side)) for side in sides if len(side) > 1]
     if len(known) < 2:
@@ -148,10 +150,11 @@ def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
 
 
 def _seed_variance(scores: np.ndarray) -> float:
-    """The variance of a seed's mean score over an unlimited number of images, estimated from (seeds, images) scores.
+    """Estimates the variance between seeds of the mean score over unlimited images. scores: (seeds, images).
 
-    The means of different seeds also differ because each seed has its own deviation on each image. The resampled images
-    already contain this part, so it is subtracted: the residual mean square of the two-way table of seeds and images.
+    The means over the given images also differ because each seed deviates in its own way on each image. The resampling
+    of images already covers this part, so it is subtracted. The estimate of this part is the residual mean square of
+    the two-way table of seeds and images, divided by the number of images.
     """
     num_seeds, num_images = scores.shape
     means = scores.mean(1)

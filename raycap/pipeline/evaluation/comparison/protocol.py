@@ -1,6 +1,7 @@
-"""The protocol of scores: how the captions were trained for, searched and scored. It decides which scores compare.
+"""The protocol of scores: how a model was trained, how its captions were searched, and how they were scored.
 
-Runs, bundles and ensembles have protocols, from which the settings of a search follow.
+Two scores can be compared only if their protocols agree. Runs, bundles and ensembles have protocols. When a bundle is
+evaluated again, its protocol gives the settings of the search.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
 
 NOT_RECORDED = "not recorded"
-# Values that signatures leave out
+# Signatures leave these values out, so that they name only what is unusual
 USUAL = {
     "attend_padding": False,
     "num_models": 1,
@@ -34,15 +35,17 @@ SEARCH_KEYS = ("beam_size", "max_length", "ranking", "collapse_repeats", "decodi
 
 @dataclass(frozen=True)
 class Protocol:
-    """What decides whether two rows of scores can be compared, besides the images.
+    """The conditions, besides the images, that must be equal if two rows of scores are to be compared.
 
-    A model bundle, every result and every published row has one. None: not recorded, or not stated in paper or code.
+    Every model bundle, result and published row has a protocol. A field is None if it is not recorded, or if neither
+    the paper nor its code states it.
 
-    system: `model.name`. attend_padding: whether images with few regions are padded and the padding is attended.
-    objective: of the stage whose weights the model has. eos_in_reward: whether SCST rewarded EOS; None for cross
-    entropy. num_models: 0 for an ensemble of a size that is not stated. beam_size to decoding: keys of the section
-    `evaluation`. constrained: whether captions must contain words. language: of the captions. tokenizer: of the
-    metrics. document_frequencies: the references in which CIDEr-D counts n-grams.
+    system: `model.name`. attend_padding: True if images with few regions are padded and the padding is attended.
+    objective: the objective of the stage whose weights the model has. eos_in_reward: True if SCST rewarded EOS, or None
+    for cross entropy. num_models: 0 for an ensemble of unknown size. beam_size, max_length, ranking, collapse_repeats,
+    precision, decoding: keys of the section `evaluation`. constrained: True if captions had to contain given words.
+    language: the language of the captions. tokenizer: the tokenizer of the metrics. document_frequencies: the
+    references in which CIDEr-D counts n-grams.
     """
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
@@ -65,13 +68,13 @@ class Protocol:
 
     @property
     def signature(self) -> str:
-        """The protocol in words, without what is not recorded and without the values of `USUAL`."""
+        """The protocol in words. Fields that are not recorded and values in `USUAL` are left out."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return ", ".join(WORDS[key](value) for key, value in values.items() if value not in (None, USUAL.get(key)))
 
 
 def _models(count: int) -> str:
-    """The number of models in words; 0 stands for an ensemble of unknown size."""
+    """The number of models in words. 0 means an ensemble of unknown size."""
     return {0: "an ensemble", 1: "one model"}.get(count, f"an ensemble of {count}")
 
 
@@ -80,7 +83,7 @@ def _ranking(value: str | float) -> str:
     return f"ranked with length penalty {value:g}" if by_penalty else f"ranked by the {value} of log-probabilities"
 
 
-# By field: the words for a value
+# For each field of a protocol, the function that describes a value in words
 WORDS: dict[str, Callable[[Any], str]] = {
     "system": str,
     "features": {"grid": "grid features", "regions": "region features"}.__getitem__,
@@ -102,11 +105,11 @@ WORDS: dict[str, Callable[[Any], str]] = {
 
 
 def differences(published: Protocol, ours: Protocol) -> list[tuple[str, str]]:
-    """The words (published, ours) for each field in which two protocols differ.
+    """The fields in which two protocols differ, each as two descriptions: (published, ours).
 
-    A field that the published protocol does not state agrees with everything, and one that ours does not record with
-    nothing. An ensemble of a size that is not stated agrees with every ensemble. The reward is compared only for equal
-    objectives.
+    If the published protocol does not state a field, the field agrees with any value. If it states a field that ours
+    does not record, they differ. A published ensemble of unknown size agrees with every ensemble. The rewards are
+    compared only if the objectives are equal.
     """
     found = []
     for field in fields(Protocol):
@@ -122,13 +125,13 @@ def differences(published: Protocol, ours: Protocol) -> list[tuple[str, str]]:
 
 
 def model_protocol(model: ModelConfig, *, regions: bool) -> Protocol:
-    """The part of the protocol that a model and the kind of its features decide."""
+    """A protocol with the fields that the model and its features determine. regions: True for region features."""
     attends_padding = getattr(model, "attended_regions", None) is not None
     return Protocol(model.name, "regions" if regions else "grid", attends_padding)
 
 
 def run_protocol(config: RunConfig, stage: StageSection | None) -> Protocol:
-    """The protocol of a run's model. stage: the one whose weights the model has; None if there is none."""
+    """The protocol of a run's model. stage: the training stage whose weights it has, or None if it was not trained."""
     protocol = model_protocol(config.model, regions=not config.has_backbone)
     if stage is not None:
         eos_in_reward = stage.sampling.eos_in_reward if stage.objective == "scst" else None
@@ -137,20 +140,20 @@ def run_protocol(config: RunConfig, stage: StageSection | None) -> Protocol:
 
 
 def in_language(protocol: Protocol, language: str) -> Protocol:
-    """The protocol with captions in a language, scored on its words."""
+    """The protocol changed to captions in a language, with the metric tokenizer of that language."""
     return replace(protocol, language=language, tokenizer=metric_tokenizer(language))
 
 
 def searched(protocol: Protocol, search: EvaluationSection) -> Protocol:
-    """The protocol with the settings of a search."""
+    """The protocol changed to the settings of a search."""
     settings = {key: getattr(search, key) for key in (*SEARCH_KEYS, "precision")}
     return replace(protocol, constrained=search.constraints is not None, **settings)
 
 
 def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
-    """What several protocols share, and None for a field in which they differ.
+    """The common protocol of several models: the values that all share, and None for fields in which they differ.
 
-    Raises UserError for protocols that differ in a field that is never None, such as the language.
+    Raises UserError if the protocols differ in a field that has a default other than None, such as the language.
     """
     shared: Values = {}
     for field in fields(Protocol):
@@ -164,10 +167,10 @@ def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
 
 
 def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> EvaluationSection:
-    """The settings of a search with bundles of these protocols: first the given ones, then those of the protocols.
+    """The settings of a search with bundles of these protocols.
 
-    Keys that were given are those that a configuration sets. Raises UserError for a key that is not given and in which
-    the protocols differ, and for values that no search takes.
+    Keys that the configuration sets are taken from `given`, and other keys from the protocols. Raises UserError if the
+    protocols differ in a key that is not set, and for invalid values.
     """
     recorded: Values = {}
     for key in SEARCH_KEYS:
@@ -182,9 +185,9 @@ def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> Ev
 
 
 def changed_search(recorded: EvaluationSection, given: Mapping[str, object]) -> EvaluationSection:
-    """The recorded settings of a search with the given values of SEARCH_KEYS.
+    """The recorded settings of a search, changed to the given values of SEARCH_KEYS.
 
-    Keys of `decoding` replace the recorded ones one by one. Raises UserError.
+    Of `decoding`, only the given keys are replaced. Raises UserError for an unknown key or an invalid value.
     """
     if unknown := sorted(given.keys() - set(SEARCH_KEYS)):
         raise UserError(f"key evaluation.{shown(unknown[0])} cannot be given here; known: {', '.join(SEARCH_KEYS)}")
@@ -193,10 +196,11 @@ def changed_search(recorded: EvaluationSection, given: Mapping[str, object]) -> 
 
 
 def confidence_search(settings: EvaluationSection, max_positions: int) -> str:
-    """The settings of a search that decide its best captions, as text. A confidence belongs to one search.
+    """The settings that determine the best captions of a search, as text. A confidence is valid for one such text.
 
-    max_positions: of the model, which no caption exceeds.
+    max_positions: the model's number of positions, which limits the length of captions.
     """
-    keys = {*SEARCH_KEYS, "num_results"} if settings.decoding.sampling else set(SEARCH_KEYS)  # the best of the draws
+    # the best of several drawn captions depends on their number, and the best beam does not
+    keys = {*SEARCH_KEYS, "num_results"} if settings.decoding.sampling else set(SEARCH_KEYS)
     search = settings.model_dump(mode="json", include=keys)
     return json.dumps(search | {"max_length": min(settings.max_length, max_positions)}, sort_keys=True)

@@ -1,6 +1,6 @@
 """Scores that papers print for these systems, and whether our scores can be compared with them.
 
-`published.yaml` holds the numbers and their protocol.
+The numbers and their protocols are in the file `published.yaml`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L",
 
 @dataclass(frozen=True)
 class PrintedRow:
-    """A row of a paper's table: its name, its scores, and its values of the section `model`."""
+    """A row of a paper's table. settings: its values for keys of the section `model`."""
 
     name: str
     scores: dict[str, float]
@@ -33,7 +33,8 @@ class PrintedRow:
 class FinalRow:
     """A row of a paper's table of results, with the protocol by which its scores were computed.
 
-    split: the name of the split beside whose scores the row is shown. data: the key of the images in `data_sets`.
+    table: the number of the table. split: reports show the row next to our scores of this split. data: the key of the
+    scored images in `data_sets` of published.yaml.
     """
 
     name: str
@@ -46,7 +47,7 @@ class FinalRow:
 
 @dataclass(frozen=True)
 class AblationRow:
-    """A row of ExpansionNet v2's ablation; attention replaces an expansion that is None."""
+    """A row of ExpansionNet v2's ablation. An expansion that is None is replaced by attention."""
 
     static_expansion: tuple[int, ...] | None
     dynamic_expansion: int | None
@@ -61,11 +62,11 @@ class AblationRow:
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """A table of a paper. Reports show differences from the row with the index `baseline`."""
+    """A table of a paper. baseline: the index of the row from which reports show the differences."""
 
     title: str
     columns: Sequence[str]
-    keys: Sequence[str]  # the keys of the section `model` in which the rows differ; each row sets all of them
+    keys: Sequence[str]  # the keys of the section `model` in which rows differ. Each row sets all of these keys.
     rows: Sequence[PrintedRow]
     baseline: int = 0
 
@@ -78,7 +79,7 @@ def _published() -> Values:
 
 @functools.cache
 def ablation() -> tuple[AblationRow, ...]:
-    """Table I of ExpansionNet v2 with the costs of Table VI."""
+    """The ablation of ExpansionNet v2: the scores of its Table I, and the costs of its Table VI."""
     return tuple(
         AblationRow(groups and tuple(groups), vectors, dict(zip(ABLATION_COLUMNS, scores, strict=True)), macs)
         for groups, vectors, scores, macs in _published()["ablation"]
@@ -87,12 +88,12 @@ def ablation() -> tuple[AblationRow, ...]:
 
 @functools.cache
 def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
-    """The tables for a value of a search's key `compare`; none for ExpansionNet v2, whose table is `ablation`."""
+    """The tables for a value of a search's key `compare`. ExpansionNet v2 has none, because its table is `ablation`."""
     return tuple(_table(**table) for table in _published()["tables"].get(compare, ()))
 
 
 def _table(rows: list[Any], **table: Any) -> PrintedTable:
-    """A table of published.yaml, whose rows are lists [name, values of the keys, scores]."""
+    """Builds a table of published.yaml. rows: lists [name, values of the keys, scores]. table: the other fields."""
     published = [
         PrintedRow(
             name, dict(zip(table["columns"], scores, strict=True)), dict(zip(table["keys"], values, strict=True))
@@ -103,7 +104,10 @@ def _table(rows: list[Any], **table: Any) -> PrintedTable:
 
 
 def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
-    """The published rows of a system for a split of this name, each with why our score cannot be compared, or ""."""
+    """The published rows for our system and a split of this name, with the reasons why they cannot be compared.
+
+    uris: of the images that we scored. A reason is "" if the row and our scores can be compared.
+    """
     rows = [_final_row(ours.system, row) for row in _published()["rows"].get(ours.system, ())] if ours.system else []
     return [(row, _reason(row, ours, uris)) for row in rows if row.split == split]
 
@@ -114,7 +118,7 @@ def shared_protocol(system: str) -> Protocol:
 
 
 def _final_row(system: str, row: Values) -> FinalRow:
-    """A row of published.yaml. Its keys of the protocol replace those that all rows of the system share."""
+    """A row of published.yaml. Its protocol is the system's shared one, changed by the protocol keys of the row."""
     keys = {field.name for field in fields(Protocol)}
     protocol = replace(shared_protocol(system), **{key: value for key, value in row.items() if key in keys})
     if protocol.objective == "cross_entropy":
@@ -123,9 +127,9 @@ def _final_row(system: str, row: Values) -> FinalRow:
 
 
 def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
-    """The reason why our score cannot be compared with a published row: all differences in one text, or "" without any.
+    """All reasons why our scores cannot be compared with a published row, as one text, or "" if they can.
 
-    Not compared: the vocabulary's tokenizer and the models that a run started from.
+    The vocabulary's tokenizer and the models that a run started from are not considered.
     """
     pairs: list[tuple[str, str]] = []
     images = _published()["data_sets"][row.data]

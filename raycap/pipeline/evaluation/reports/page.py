@@ -26,10 +26,10 @@ from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-MAX_PIXELS = 200_000_000  # a larger picture gets a placeholder
+MAX_PIXELS = 200_000_000  # larger pictures are not decoded and get a placeholder
 JPEG_QUALITY = 82
 THUMBNAIL = 256  # the longer side of a picture on the page, in pixels
-SMALL = 128  # a picture whose sides are shorter, in pixels, is enlarged without interpolation
+SMALL = 128  # a picture with both sides below this number of pixels is enlarged without interpolation
 MAX_IMAGES = 200  # a page shows at most this many pictures
 MAX_POINTS = 240  # a line of a chart has at most this many points
 SCORE_NAME = "CIDEr-D"
@@ -40,9 +40,10 @@ Ticks = list[tuple[float, str]]  # positions on an axis in percent, with their l
 class ReportImage:
     """One picture of the gallery.
 
-    path: the picture's file (on S3 a StoragePath) or its bytes. key: the file's content key if it is known. score:
-    CIDEr-D of the caption, or None. alternatives: other captions by name, for example those of another model. contrast:
-    by how much the scores of the caption and its alternatives differ. If images have it, the gallery is sorted by it.
+    path: the picture's file (on S3 a StoragePath) or its bytes. key: the file's content key, or None if it is unknown.
+    score: CIDEr-D of the caption, or None if there is none. alternatives: other captions by name, for example those of
+    another model. contrast: how much the scores of the caption and its alternatives differ. If images have a contrast,
+    the gallery is sorted by contrast.
     """
 
     image_id: int | str
@@ -57,13 +58,13 @@ class ReportImage:
 
     @property
     def finite_score(self) -> float | None:
-        """The score; None when it is missing or not finite."""
+        """The score, or None if it is missing or not finite."""
         return self.score if self.score is not None and math.isfinite(self.score) else None
 
 
 @dataclass(frozen=True)
 class ReportStage:
-    """One training stage. `curves`: (global step, value) by metric. `summary`: short texts by name."""
+    """One training stage. curves: for each metric the points (global step, value). summary: short texts by name."""
 
     name: str
     curves: dict[str, list[tuple[int, float]]]
@@ -72,7 +73,7 @@ class ReportStage:
 
 @dataclass(frozen=True)
 class Table:
-    """A table below the scores. rows: (label, one cell per column). note: a line above it."""
+    """A table below the scores. rows: (label, one cell per column). note: a line above the table."""
 
     title: str
     note: str
@@ -86,9 +87,8 @@ class Report:
 
     score_rows: (label, one cell per column). The part of a label after a newline is a note in small type ("ExpansionNet
     v2, single model\\nnot comparable: other data"). A cell that starts with "unavailable" is explained below the table.
-    metadata: short texts about the run, by name. language: of the captions. tables: further ones below the scores.
-    gallery_note: a line above the pictures.
-    confidence: its quality, by split.
+    metadata: short texts about the run, by name. language: the language of the captions. tables: further tables below
+    the scores. gallery_note: a line above the pictures. confidence: {split: quality of the confidence}.
     """
 
     title: str
@@ -106,15 +106,15 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes the page to `path`. An existing page is replaced only by a complete one. See `report_html`."""
+    """Writes the page of `report_html` to `path` atomically, so that an existing page is replaced by a complete one."""
     write_text(path, report_html(report))
 
 
 def report_html(report: Report) -> str:
-    """The page.
+    """The HTML of the page.
 
-    With more than MAX_IMAGES pictures the gallery shows the worst, the best and random ones, a third each, with a note.
-    A picture that cannot be read gets a placeholder with the reason.
+    If there are more than MAX_IMAGES pictures, the gallery shows the worst, the best and random ones, a third each, and
+    a note says so. A picture that cannot be read gets a placeholder with the reason.
     """
     reasons = [_reason(cell) for _, cells in report.score_rows for cell in cells]
     images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
@@ -124,7 +124,7 @@ def report_html(report: Report) -> str:
         report=report,
         score_name=SCORE_NAME,
         reason_of=_reason,
-        reasons=list(dict.fromkeys(filter(None, reasons))),  # each once, in the order of the table
+        reasons=list(dict.fromkeys(filter(None, reasons))),  # each reason once, in the order of the table
         stages=[
             (stage, [plot for name, series in stage.curves.items() if (plot := curve(name, series))])
             for stage in report.stages
@@ -134,7 +134,7 @@ def report_html(report: Report) -> str:
         shape=_aspect_ratio(cards),
         counts=counts,
     )
-    # The digest of the page's script in its security policy permits this script and no other one.
+    # The page's security policy names the digest of its script, so browsers execute no other script.
     script = html.split("<script>", 1)[1].split("</script>", 1)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return html.replace("SCRIPT_DIGEST", digest, 1)
@@ -146,7 +146,7 @@ def render_template(path: Path, **values: Any) -> str:
 
     environment = Environment(
         loader=FileSystemLoader(path.parent),
-        autoescape=True,  # captions and names are untrusted text
+        autoescape=True,  # because captions and names are untrusted text
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -157,16 +157,16 @@ def render_template(path: Path, **values: Any) -> str:
 def choose_images(
     images: Sequence[ReportImage], max_images: int, *, seed: str
 ) -> tuple[list[ReportImage], dict[str, int]]:
-    """The gallery's pictures in the given order, and the numbers of worst, best and random ones.
+    """Chooses the gallery's pictures. Returns them in the given order, with the numbers of worst, best and random ones.
 
-    The numbers are {} when the gallery has all pictures. The random choice depends on `seed` only. Pictures without a
-    score can only be among the random ones.
+    The numbers are {} if the gallery has all pictures. The random choice depends on `seed` only. Pictures without a
+    score are neither worst nor best.
     """
     if len(images) <= max_images:
         return list(images), {}
     scored = [(score, index) for index, image in enumerate(images) if (score := image.finite_score) is not None]
     ranked = [index for _, index in sorted(scored)]
-    third = min(max_images // 3, len(ranked) // 2)  # half of the pictures at most: none is both among worst and best
+    third = min(max_images // 3, len(ranked) // 2)  # at most half of them, so no picture is both worst and best
     extremes = {*ranked[:third], *ranked[len(ranked) - third :]}
     rest = [index for index in range(len(images)) if index not in extremes]
     at_random = random.Random(seed).sample(rest, min(len(rest), max_images - 2 * third))
@@ -175,7 +175,7 @@ def choose_images(
 
 
 def _reason(cell: str) -> str:
-    """The reason why a cell of the score table has no value; "" for a cell with a value."""
+    """The reason why a cell of the score table has no value, or "" if it has one."""
     if not cell.startswith(UNAVAILABLE):
         return ""
     return cell.removeprefix(UNAVAILABLE).lstrip(" :") or "no reason given"
@@ -185,8 +185,8 @@ def _reason(cell: str) -> str:
 class Chart:
     """A line chart for the template. Positions are percentages of the plot's width, and of its height from the top.
 
-    lines: of (x, y); the reader selects a point of the first one by pointer or keys, the others are thin. readings:
-    ("step 1,200", value) of each point of the first line.
+    lines: each a list of points (x, y). The reader can select the points of the first line by pointer or keys. The
+    other lines are thin. readings: the texts of each point of the first line, such as ("step 1,200", value).
     """
 
     name: str
@@ -197,17 +197,17 @@ class Chart:
 
     @property
     def points(self) -> list[tuple[float, float, str, str]]:
-        """(x, y, where, value) of each point that can be selected."""
+        """The points that can be selected, as (x, y, text of the position, text of the value)."""
         return [(*position, *texts) for position, texts in zip(self.lines[0], self.readings, strict=True)]
 
 
 def make_chart(
     name: str, lines: Sequence[Sequence[tuple[float, float]]], readings: Sequence[tuple[str, str]], unit: str = ""
 ) -> Chart:
-    """A chart of lines of (x, y), of which the first is not empty. unit: of both axes. See `Chart`."""
+    """A chart of lines with points (x, y). The first line must not be empty. unit: of both axes. See `Chart`."""
     points = np.array([point for line in lines for point in line], float)
     (left, bottom), (right, top) = points.min(0).tolist(), points.max(0).tolist()
-    margin = (top - bottom) * 0.06 or abs(bottom) * 0.1 or 1.0  # equal values get an axis around them
+    margin = (top - bottom) * 0.06 or abs(bottom) * 0.1 or 1.0  # above 0, also if all values are equal
     bottom = 0.0 if 0 <= bottom <= 0.25 * top else bottom - margin
     top += margin
 
@@ -228,7 +228,7 @@ def make_chart(
 
 
 def curve(name: str, series: Sequence[tuple[int, float]]) -> Chart | None:
-    """The chart of (step, value); None when no value is finite. Of a long series, every k-th value is shown."""
+    """The chart of a series of (step, value), thinned to MAX_POINTS points, or None if no value is finite."""
     finite = sorted(point for point in series if math.isfinite(point[1]))
     if not finite:
         return None
@@ -237,9 +237,9 @@ def curve(name: str, series: Sequence[tuple[int, float]]) -> Chart | None:
 
 
 def _confidence_charts(quality: Quality) -> tuple[Chart, Chart]:
-    """The share of captions that are not good over the coverage, and that of good ones over the confidence.
+    """Two charts: the share of bad captions over the coverage, and the share of good captions over the confidence.
 
-    The thin lines are the ends of the interval, and the diagonal.
+    The thin lines are the ends of the interval in the first chart, and the diagonal in the second chart.
     """
     risks = [
         [(100 * each.coverage, 100 * value) for each, value in zip(quality.risks, values, strict=True)]
@@ -258,8 +258,8 @@ def _confidence_charts(quality: Quality) -> tuple[Chart, Chart]:
 
 
 def format_number(value: float) -> str:
-    """Three or four significant digits, with an exponent for very small and large values: 0.0015, 12,345, 2e-05."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:z.4g}"  # z: negative zero is 0
+    """The number as a short text, with an exponent if it is very small or large: 0.0015, 12,345, 2e-05."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:z.4g}"  # z turns -0 into 0
 
 
 def round_values(low: float, high: float, about: int) -> list[float]:
@@ -267,15 +267,15 @@ def round_values(low: float, high: float, about: int) -> list[float]:
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     distance = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough), 10 * power)
-    # 1e-9 keeps a value at an end of the range in spite of rounding errors.
+    # Without 1e-9, rounding errors could remove a value at an end of the range.
     first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
     return [float(f"{index * distance:.12g}") for index in range(first, last + 1)]
 
 
 def _cards(images: Sequence[ReportImage], *, seed: str) -> list[Values]:
-    """The template's values for each picture, lowest score first. Pictures without a score are last."""
-    positions = random.Random(seed).sample(range(len(images)), len(images))  # the shuffled order
-    with ThreadPoolExecutor(8) as pool:  # on S3 requests spend most of their time waiting
+    """The template's values for each picture, sorted by score, the lowest first. Pictures without a score are last."""
+    positions = random.Random(seed).sample(range(len(images)), len(images))  # each picture's place in a random order
+    with ThreadPoolExecutor(8) as pool:  # 8 at a time, because requests to S3 mostly wait
         thumbnails = list(pool.map(_thumbnail, images))
     cards: list[Values] = [
         {"image": image, "score": image.finite_score, "thumbnail": thumbnail, "position": position}
@@ -285,14 +285,14 @@ def _cards(images: Sequence[ReportImage], *, seed: str) -> list[Values]:
 
 
 def _aspect_ratio(cards: Sequence[Values]) -> float:
-    """Width divided by height of the gallery's cells: the median of the pictures, limited to 1 to 4/3."""
+    """The width of the gallery's cells divided by their height: the median of the pictures, clipped to [1, 4/3]."""
     thumbnails = [card["thumbnail"] for card in cards if "uri" in card["thumbnail"]]
     ratios = [thumbnail["width"] / thumbnail["height"] for thumbnail in thumbnails]
     return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
 def _thumbnail(image: ReportImage) -> Values:
-    """A picture as a small JPEG: {"uri": a data URI, "width", "height", "is_small"}; or {"problem": why it fails}."""
+    """A picture as a small JPEG {"uri": data URI, "width", "height", "is_small"}, or {"problem": why it fails}."""
     try:
         data = image.path if isinstance(image.path, bytes) else read_image_file(storage_path(image.path), image.key)
         picture = decode_image(data, MAX_PIXELS)
@@ -302,7 +302,7 @@ def _thumbnail(image: ReportImage) -> Values:
         return {"problem": error.strerror or "cannot be read"}
     picture.thumbnail((THUMBNAIL, THUMBNAIL), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    # Small synthetic pictures have sharp edges, so they keep the full color resolution; photographs keep half of it.
+    # Small pictures are synthetic and have sharp edges, so they keep the full color resolution. Others keep half of it.
     is_small = max(picture.size) < SMALL
     quality, subsampling = (97, 0) if is_small else (JPEG_QUALITY, 2)
     picture.save(buffer, "JPEG", quality=quality, subsampling=subsampling, optimize=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-TILE, SPACE = 2.4, 0.05  # inches: the side of a picture, and the space below it
+TILE, SPACE = 2.4, 0.05  # the side of a picture and the space below it, in inches
 COLUMNS = 6
-# Matplotlib takes each character from the first of these fonts that has it. The first one is its own.
+# Matplotlib takes each character from the first of these fonts that has it. DejaVu Sans is part of matplotlib.
 FONTS = ("DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Unifont", "FreeSans")
 
 
@@ -20,8 +20,8 @@ def draw_word_maps(
 ) -> None:
     """Writes a PNG file with the image and, for each word, its heat maps, one below the other.
 
-    maps: by name, such as "attention"; (words, rows * columns) over the `grid` of (rows, columns) image tokens. Each
-    map has the colors from its smallest value (dark) to its largest one (yellow). Ray and torch are not needed.
+    maps: {name, such as "attention": (words, rows * columns)}. grid: (rows, columns) of the image tokens. The colors of
+    each map range from its smallest value (dark) to its largest value (yellow). Neither Ray nor torch is needed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,14 +31,14 @@ def draw_word_maps(
     rows = math.ceil((1 + len(words)) / columns) * len(maps)
     figure = Figure(figsize=(columns * TILE, rows * (TILE * 1.2 + SPACE)))
     figure.set_layout_engine("constrained", h_pad=SPACE)
-    FigureCanvasAgg(figure)  # needs no display
+    FigureCanvasAgg(figure)  # draws without a display
     axes = figure.subplots(rows, columns, squeeze=False)
     installed = {font.name for font in fontManager.ttflist}
     fonts = [name for name in FONTS if name in installed]
     for axis in axes.flat:
         axis.axis("off")
     axes[0, 0].imshow(image.convert("RGB"), extent=(0, 1, 0, 1))
-    gray = image.convert("L")  # so that its colors are not mistaken for those of the map
+    gray = image.convert("L")  # gray, so that colors of the image are not mistaken for those of the map
     for row, (name, weights) in enumerate(maps.items()):
         for number, word in enumerate(words, 1):
             line, column = divmod(number, columns)

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, pictured: Sequence[str]) -> Report:
     """The page of an evaluation: scores, quality of the confidence, and captioned pictures.
 
-    options: of the images' storage. run_id: names the model; it also decides which pictures a long page shows.
-    pictured: the splits with pictures.
+    options: how to reach the storage of the images. run_id: the name of the model, which also seeds the choice of
+    pictures if there are too many. pictured: the splits whose pictures are shown.
     """
     columns, rows = score_table(scores.splits, with_alignment=True)
     for each in scores.splits:
@@ -58,9 +58,10 @@ def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, 
 def score_table(
     results: Sequence[SplitScores], with_alignment: bool = False
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """The columns of the first split, and one row (label, cells) per split.
+    """The columns of the score table, and one row (label, cells) per split.
 
-    The cell of an unavailable score gives the reason; it is empty for a metric that the split is not scored with.
+    The columns are the metrics of the first split. If a score is unavailable, its cell gives the reason. If a split is
+    not scored with a metric, the cell is empty.
     """
     columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
     shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
@@ -73,7 +74,7 @@ def score_table(
 
 
 def _cell(result: SplitScores, name: str) -> str:
-    """A score as text, or the reason why it is unavailable; "" for a metric that was not asked for."""
+    """A score as text, or why it is unavailable, or "" if the split is not scored with this metric."""
     score = result.scores.by_name.get(name) if result.scores else Score()
     if score is None:
         return ""
@@ -81,7 +82,7 @@ def _cell(result: SplitScores, name: str) -> str:
 
 
 def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]]) -> list[tuple[str, list[str]]]:
-    """Published scores in our columns. A row's label names differences in protocol."""
+    """The rows of published scores in our columns. A row's label names the differences from our protocol."""
     rows = []
     for row, difference in published:
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
@@ -94,7 +95,7 @@ def report_images(
 ) -> list[ReportImage]:
     """The captioned images of a split, with their captions, references and scores.
 
-    other: of another model, whose captions are shown beside with this name.
+    other: the result of another model, whose captions are shown as alternatives under `name`.
     """
     scores, captions = result.cider_by_image, result.captions
     others = {} if other is None else other.captions
@@ -122,9 +123,9 @@ def write_summary(
     rows: Rows,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes scores.json and, unless that fails, the page report.html to a folder, which may be on S3.
+    """Writes scores.json and the page report.html to a folder, which may be on S3. If the page fails, this is logged.
 
-    content: of scores.json; "signature" is one of its keys. columns, rows, metadata: of the page.
+    content: of scores.json, with the key "signature". columns, rows, metadata: of the page.
     """
     (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
     decorations = Decorations()
@@ -136,9 +137,9 @@ def write_summary(
 
 @dataclass(frozen=True)
 class ResultsFolder:
-    """The place of the results, and the local folder in which they are written.
+    """Where the results of an evaluation belong (`place`), and the local folder in which they are written (`path`).
 
-    They differ if the results go to S3; the local folder is then a new one.
+    The two are equal unless the results go to S3. In that case `path` is a new folder in the cache.
     """
 
     place: StoragePath
@@ -146,7 +147,7 @@ class ResultsFolder:
 
     @classmethod
     def of(cls, config: RunConfig, label: str, out: str | None) -> ResultsFolder:
-        """The folder that the option --out names; None for evaluations/`label` in the storage."""
+        """The folder that the option --out names. If `out` is None, it is evaluations/`label` in the storage."""
         default = config.storage_place / f"evaluations/{label}"
         place = storage_path(default if out is None else out, config.storage.options)
         if not place.is_remote:
@@ -154,16 +155,17 @@ class ResultsFolder:
         return cls(place, cache_folder() / "evaluations" / uuid.uuid4().hex[:16] / "results")
 
     def part(self, name: str) -> ResultsFolder:
-        """The folder of this name in this one."""
+        """Makes a subfolder of this name for further results."""
         path = self.path / name
         path.mkdir(parents=True, exist_ok=True)
         return ResultsFolder(self.place / name, path)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Makes the local folder, and removes it when its results are on S3.
+        """Makes the local folder, and removes it after its results were uploaded to S3.
 
-        After an error, results that are not on S3 remain, and the log names the folder: the captions can take hours.
+        After an error, results that were not uploaded are kept, because captions can take hours. The log names the
+        folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         is_done = not self.place.is_remote
@@ -176,7 +178,7 @@ class ResultsFolder:
                     f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
                 )
             elif self.place.is_remote:
-                shutil.rmtree(self.path.parent, ignore_errors=True)  # the mirror's record lies beside the results
+                shutil.rmtree(self.path.parent, ignore_errors=True)  # the parent also has the mirror's record
 
     def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""
@@ -186,7 +188,7 @@ class ResultsFolder:
             logger.info(f"predictions  {self.place / predictions}")
 
     def write_scores(self, content: Mapping[str, object], missing: Mapping[str, str]) -> None:
-        """Writes scores.json and uploads all results. missing: {report: reason}, of those that failed."""
+        """Writes scores.json, and uploads all results if they go to S3. missing: {report that failed: reason}."""
         write_json(self.path / "scores.json", {**content, **({"missing": missing} if missing else {})})
         if self.place.is_remote:
             Mirror(self.place, self.path).push()
@@ -195,9 +197,9 @@ class ResultsFolder:
 def write_results(
     folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str, may_store: bool = True
 ) -> None:
-    """Logs the scores of a model, and writes its scores and pages. label: names the model.
+    """Logs the scores of a model, and writes scores.json and one page per scored split. label: names the model.
 
-    may_store: whether the bundle of a single model gets the confidence that was fitted.
+    may_store: if True, the fitted confidence is stored in the bundle, unless the model is an ensemble.
     """
     content, decorations = scores.to_json(), Decorations()
     for each in scores.splits:
@@ -222,7 +224,7 @@ def write_results(
 
 
 def _log_scores(result: SplitScores) -> None:
-    """Logs the scores of a split, and published scores, each with why ours cannot be compared."""
+    """Logs the scores of a split, and published scores with the reasons why they cannot be compared with ours."""
     if result.scores is None:
         logger.info(f"{result.split} has no reference captions: captioned, not scored")
     else:

@@ -10,15 +10,15 @@ from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.scores.metrics import MetricScores
 
-UNAVAILABLE = "unavailable"  # a cell that starts with this explains why a value is missing
-MAIN_OBJECT = "main object"  # the column of a share, which tables show in percent
+UNAVAILABLE = "unavailable"  # a cell that starts with this word explains why a value is missing
+MAIN_OBJECT = "main object"  # the only column in percent, because its values are shares
 Rows = list[tuple[str, list[str]]]
 
 
 def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """The text of a table. rows: (label, one cell per column); labels are aligned left and cells right.
+    """The text of a table. rows: (label, one cell per column). Labels are aligned left, and cells right.
 
-    A cell that starts with "unavailable" becomes "-". The lines after the table give the reasons, each once.
+    A cell that starts with "unavailable" becomes "-". The lines after the table give each reason once.
     """
     reasons: list[str] = []
     table = [["", *columns]]
@@ -35,10 +35,10 @@ def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]
 
 @dataclass(frozen=True)
 class SeedScores:
-    """The scores of several models.
+    """The scores of several models that differ only in the seed of training.
 
-    labels: a name for each model, such as "seed 0". splits: for each split, one entry per model as scores.json contains
-    it (`SplitScores.to_json`).
+    labels: a name for each model, such as "seed 0". splits: {split: one entry per model}. The entries are those of
+    scores.json (`SplitScores.to_json`).
     """
 
     labels: tuple[str, ...]
@@ -46,29 +46,29 @@ class SeedScores:
 
     @staticmethod
     def of(entries: Mapping[str, Mapping[str, Mapping[str, object]]]) -> SeedScores:
-        """The scores in {label: {split: entry}}. Splits without references, which have no scores, are left out."""
+        """Collects the scores in {label: {split: entry}}. Splits without scores are left out."""
         models = list(entries.values())
         splits = {split: [model[split] for model in models] for split, entry in models[0].items() if "scores" in entry}
         return SeedScores(tuple(entries), splits)
 
     @property
     def columns(self) -> list[str]:
-        """The metrics of all splits."""
+        """The metrics of all splits and models, each once."""
         every = [_values(entry) for entries in self.splits.values() for entry in entries]
         return list(dict.fromkeys(column for values in every for column in values))
 
     def values(self, split: str, column: str) -> list[float | None]:
-        """The score of each model; None where it is unavailable."""
+        """The score of each model, with None for a model whose score is unavailable."""
         return [_values(entry).get(column) for entry in self.splits[split]]
 
     def spread(self, split: str, column: str) -> Spread | None:
-        """The statistics of a score; None if one of the models lacks it."""
+        """The statistics of a score over the models, or None if one of the models lacks the score."""
         values = self.values(split, column)
         present = [value for value in values if value is not None]
         return Spread.of(present) if len(present) == len(values) else None
 
     def to_json(self) -> Values:
-        """{split: {"images": number, "scores": {metric: statistics, or null}}}."""
+        """The scores as JSON: {split: {"images": number, "scores": {metric: statistics over the models, or null}}}."""
         return {
             split: {
                 "images": entries[0]["images"],
@@ -82,7 +82,7 @@ class SeedScores:
         }
 
     def rows(self, split: str, columns: Sequence[str], prefix: str = "") -> Rows:
-        """The table's row of a split: mean and standard deviation. prefix: precedes the name of the split."""
+        """The row of a split, as a list: mean and standard deviation of each column. prefix: starts the row's label."""
         count, spreads = len(self.labels), {column: self.spread(split, column) for column in columns}
         seeds = f"{count} seeds" if count > 1 else "1 seed"
         cells = [
@@ -92,27 +92,27 @@ class SeedScores:
         return [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
 
     def rows_of_models(self, split: str, columns: Sequence[str]) -> Rows:
-        """One row per model."""
+        """The scores of a split in one row per model."""
         texts = [[_single(value, column) for value in self.values(split, column)] for column in columns]
         return [(f"  {label}", cells) for label, *cells in zip(self.labels, *texts, strict=True)]
 
     def _missing(self, split: str, column: str) -> str:
-        """The cell of a score that at least one model lacks."""
+        """The text of a cell whose score at least one model lacks: the reason, or "" if the split has no such score."""
         values = self.values(split, column)
         if all(column not in _values(entry) for entry in self.splits[split]):
-            return ""  # only other splits have this column
+            return ""  # the column belongs to other splits only
         reasons = [entry["unavailable"].get(column) for entry in self.splits[split]]
         reason = next(filter(None, reasons), "not computed")
         return f"{UNAVAILABLE} for {values.count(None)} of {len(values)} models: {reason}"
 
 
 def _single(value: float | None, column: str) -> str:
-    """The cell of one model's score; empty if it is None."""
+    """The text of one model's score, or "" if it is None."""
     return "" if value is None else Spread.of([value]).text(in_percent=column == MAIN_OBJECT)
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, float | None]:
-    """Score by column of a split's entry in scores.json."""
+    """{column: score} from a split's entry in scores.json."""
     share = entry.get("main_object")
     return dict(entry["scores"]) | ({} if share is None else {MAIN_OBJECT: share})
 

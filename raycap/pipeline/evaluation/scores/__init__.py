@@ -1,1 +1,1 @@
-"""Caption metrics, and the files that hold captions and results."""
+"""Caption metrics, and the words and encoders with which they are computed."""

@@ -1,7 +1,7 @@
-"""Vectors of images and texts: by a CLIP for CLIPScore and PAC-S, by a BERT or RoBERTa for BERTScore.
+"""Vectors of images and texts, from a CLIP for CLIPScore and PAC-S, and from a BERT or RoBERTa for BERTScore.
 
-The packages open_clip and transformers (the extra `metrics`) compute them, with files that the configuration names.
-Nothing is downloaded.
+The packages open_clip and transformers (the extra `metrics`) compute the vectors with files that the configuration
+names. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from raycap.pipeline.storage.weights import weights_file_digest
 
 BATCH = 64  # images or texts
 MAX_TOKENS = 512  # of a text for BERTScore, as in the package bert-score
-OPENAI_CONSTANTS = ("input_resolution", "context_length", "vocab_size")  # in OpenAI's files, beside the weights
-Ids = tuple[int, ...]  # of a text's tokens, between two marks
+OPENAI_CONSTANTS = ("input_resolution", "context_length", "vocab_size")  # not weights, but in OpenAI's weight files
+Ids = tuple[int, ...]  # the token ids of a text, with a mark at its start and at its end
 
 
 def _package(name: str) -> Any:
-    """A package of the extra `metrics`. Raises UnavailableError."""
+    """Imports a package of the extra `metrics`. Raises UnavailableError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -49,9 +49,10 @@ def _device() -> str:
 
 
 class ClipEncoder:
-    """Unit vectors of images and texts by a CLIP of open_clip. Its files are read at the first use.
+    """Computes unit vectors of images and texts with a CLIP of open_clip, whose files are read at the first use.
 
-    uris: of images, by id. Methods raise UnavailableError for files that are no CLIP's and for unreadable images.
+    uris: {image id: URI}. Methods raise UnavailableError if the files are not those of a CLIP, or an image cannot be
+    read.
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class ClipEncoder:
 
     @property
     def name(self) -> str:
-        """The architecture and the first digits of the weights' digest."""
+        """The architecture and the first digits of the weights' digest, for the signature of scores."""
         return f"{self._architecture}-{weights_file_digest(self._weights)[:10]}"
 
     @cached_property
     def _model(self) -> Any:
         open_clip, name = _package("open_clip"), self._architecture
         sizes = open_clip.get_model_config(name) if name in open_clip.list_models() else None
-        # the package would download another text tower and its tokenizer
+        # other text towers are refused, because the package would download their tokenizers
         if sizes is None or "custom_text" in sizes or any(key.startswith("hf_") for key in sizes["text_cfg"]):
             raise UnavailableError(f"{shown(name)} is none of open_clip's models with the text tower of CLIP")
         try:
@@ -81,7 +82,7 @@ class ClipEncoder:
 
     @cached_property
     def _transform(self) -> ImageTransform:
-        """CLIP's transform: the shorter side bicubically to the model's size, then the square in the middle."""
+        """CLIP's transform: resizes the shorter side to the model's size (bicubic), and crops the central square."""
         open_clip, (size, _) = _package("open_clip"), self._model.visual.image_size
         return ImageTransform(
             size, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD, "bicubic", size, keep_aspect=True
@@ -106,23 +107,23 @@ class ClipEncoder:
             raise UnavailableError(f"the image {shown(uri)} cannot be read: {error}") from error
 
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """The unit vectors (N, D) of texts, float64. A text is cut off at the model's positions."""
+        """The unit vectors (N, D) of texts, float64. A text is cut off at the model's number of positions."""
         tokenize = _package("open_clip").SimpleTokenizer(context_length=self._model.context_length)
         return _encoded(lambda part: self._model.encode_text(tokenize(part).to(_device()), normalize=True), texts)
 
 
 def _encoded(encode: Callable[[Sequence[Any]], Tensor], items: Sequence[object]) -> np.ndarray:
-    """The vectors (N, D) of all items, which are encoded in batches."""
+    """The vectors (N, D) of all items, float64. `encode` gets batches of BATCH items."""
     with torch.inference_mode():
         parts = [encode(items[start : start + BATCH]).cpu() for start in range(0, len(items), BATCH)]
     return torch.cat(parts).double().numpy()
 
 
 class BertEncoder:
-    """Vectors of the tokens of texts by a BERT or RoBERTa of transformers. Its files are read at the first use.
+    """Computes vectors of texts' tokens with a BERT or RoBERTa of transformers, whose files are read at the first use.
 
-    uses_idf: whether rare tokens of the references count more. Methods and properties raise UnavailableError for files
-    that are no such model's.
+    uses_idf: if True, tokens that are rare in the references get larger weights. Methods and properties raise
+    UnavailableError if the files are not those of such a model.
     """
 
     def __init__(self, section: TextEncoderSection) -> None:
@@ -131,13 +132,13 @@ class BertEncoder:
 
     @property
     def name(self) -> str:
-        """The first digits of the digests of the model's files, the layer, and the options."""
+        """The first digits of the files' digests, the layer, and whether idf is used, for the signature of scores."""
         digests = [weights_file_digest(Path(file))[:10] for file in self._section.model_files().values()]
         return "-".join([*digests, f"L{self._section.layer}", "idf" if self.uses_idf else "no-idf"])
 
     @cached_property
     def _model(self) -> Any:
-        """The model with as many layers as are needed. Its last hidden states are those of the layer."""
+        """The model without the layers above the configured one, so that its last hidden states are that layer's."""
         transformers, layer = _package("transformers"), self._section.layer
         try:
             config = transformers.AutoConfig.from_pretrained(self._folder, local_files_only=True)
@@ -168,7 +169,7 @@ class BertEncoder:
         path, config = self._folder / "tokenizer.json", self._model.config
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises no other type
+        except Exception as error:  # the package raises plain Exceptions
             raise UnavailableError(f"{path} cannot be used: {one_line(error)}") from error
         if tokenizer.get_vocab_size() > config.vocab_size:
             raise UnavailableError(f"{path} has more pieces than the model in its folder")
@@ -178,9 +179,9 @@ class BertEncoder:
         return tokenizer
 
     def ids(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text's tokens between two marks, as many as the model has positions.
+        """The ids of each text's tokens and two marks, cut off at the model's number of positions.
 
-        As in the package bert-score, white space around a text is removed, and RoBERTa reads a space before it.
+        As in the package bert-score, white space around a text is removed, and RoBERTa gets a space before the text.
         """
         tokenizer, is_roberta = self._tokenizer, self._model.config.model_type == "roberta"
         stripped = [f" {text.strip()}" if is_roberta and text.strip() else text.strip() for text in texts]

@@ -1,7 +1,7 @@
 """Metrics that need more than the words of captions: CHAIR, CLIPScore, PAC-S and BERTScore.
 
-For CHAIR, a file of words has one line per object: its name, and after commas further words and phrases for it, as in
-"dog, puppy, baby dog". COCO's annotations of objects (instances_*.json) have the objects of each image.
+CHAIR needs a file of words, with one line per object: its name, and after commas other words and phrases for it, as in
+"dog, puppy, baby dog". The objects of each image come from COCO's annotations (instances_*.json), if they are given.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from raycap.pipeline.evaluation.scores.words import metric_words
 from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import read_document
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # not at run time, because the module imports torch
     from raycap.pipeline.evaluation.scores.encoders import BertEncoder, Ids
 
-# English plurals that do not end with s, by the end of the singular
+# English plurals that the rules of `_with_plurals` do not form: {end of the singular: end of the plural}
 _PLURALS = {
     **{"man": "men", "person": "people", "child": "children", "foot": "feet", "goose": "geese", "mouse": "mice"},
     **{"knife": "knives", "leaf": "leaves", "shelf": "shelves", "calf": "calves", "wolf": "wolves", "scarf": "scarves"},
 }
-PROMPT = "A photo depicts "  # before every caption and reference, as in the authors' code of CLIPScore and PAC-S
+PROMPT = "A photo depicts "  # starts each caption and reference, as in the authors' code of CLIPScore and PAC-S
 CLIP_WEIGHT, PAC_WEIGHT = 2.5, 2.0  # w in `image_similarity`
-MAX_NAME = 200  # characters of a name of an object
-IMAGES_AT_ONCE = 256  # whose tokens' vectors are in memory
+MAX_NAME = 200  # characters in a name of an object
+IMAGES_AT_ONCE = 256  # BERTScore keeps the token vectors of so many images in memory
 
 
 @dataclass(frozen=True)
 class Objects:
-    """The objects that captions may name. names: the words and phrases of each object, in captions of `language`.
+    """The objects that CHAIR looks for. names: for each object, the words and phrases for it in `language`.
 
-    In English, the plurals of a name are names too. annotated: objects in images, by image id, that an image may have
-    in addition to those that its references name.
+    In English, the plurals of a name are names too. annotated: {image id: annotated objects}, which are in the image in
+    addition to the objects that its references name.
     """
 
     names: Mapping[str, Iterable[str]]
@@ -53,9 +53,9 @@ class Objects:
 
     @classmethod
     def read(cls, section: ScoreInputsSection, language: str, data: DataSection | None) -> Objects | None:
-        """The objects that a configuration names, or else the shapes of the synthetic data set. None without any.
+        """Reads the objects that a configuration names. Raises UserError if a file cannot be read.
 
-        Raises UserError for a file that cannot be read.
+        If the configuration names none, the result has the shapes of the synthetic data set, or is None for other data.
         """
         if section.objects is None:
             synthetic = None if data is None else data.synthetic
@@ -67,7 +67,7 @@ class Objects:
 
     @cached_property
     def _phrases(self) -> dict[tuple[str, ...], str]:
-        """The object by the words of each of its names."""
+        """{words of a name: object} for all names."""
         forms = _with_plurals if self.language == ENGLISH else lambda name: (name,)
         phrases = {
             tuple(metric_words(form, self.language)): object_name
@@ -82,7 +82,10 @@ class Objects:
         return max(map(len, self._phrases), default=0)
 
     def mentions(self, words: Sequence[str]) -> list[str]:
-        """The object of each mention in a caption, given as words. Where two names begin, the longer one counts."""
+        """The objects that a caption mentions, in order and with repetitions. words: of the caption.
+
+        If several names start at the same word, the longest one counts.
+        """
         found, start = [], 0
         while start < len(words):
             for length in range(min(self._max_words, len(words) - start), 0, -1):
@@ -95,13 +98,13 @@ class Objects:
         return found
 
     def in_image(self, image: object, references: Iterable[Sequence[str]]) -> set[str]:
-        """The objects of an image: those that its references, given as words, name, and the annotated ones."""
+        """The annotated objects of an image, and the objects that its references name. references: as words."""
         annotated = (self.annotated or {}).get(image, frozenset())
         return {object_name for words in references for object_name in self.mentions(words)} | annotated
 
 
 def _with_plurals(name: str) -> list[str]:
-    """An English name with its plurals, of which some may be no words."""
+    """An English name with its possible plurals. Some of them may not exist, which does no harm."""
     regular = [name, f"{name}s"]
     if name.endswith(("s", "x", "z", "ch", "sh", "o")):
         regular.append(f"{name}es")
@@ -111,7 +114,7 @@ def _with_plurals(name: str) -> list[str]:
 
 
 def read_names(path: Path) -> dict[str, tuple[str, ...]]:
-    """The names of each object, by the first of them. Raises UserError."""
+    """Reads a file of words: {first name of a line, which is the object: all names}. Raises UserError if malformed."""
     try:
         lines = read_document(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -139,9 +142,9 @@ def read_names(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_instances(path: Path, names: Mapping[str, tuple[str, ...]]) -> dict[ImageId, set[str]]:
-    """The objects in each image, by id, from COCO's annotations of objects.
+    """Reads the objects in each image, by image id, from COCO's annotations of objects.
 
-    names: those of each object, of which every category must be one. Raises UserError.
+    names: the names of each object. Raises UserError if the file is malformed or a category is not among the names.
     """
     data = read_json(path)
     object_of = {name: object_name for object_name, others in names.items() for name in others}
@@ -166,11 +169,12 @@ def read_instances(path: Path, names: Mapping[str, tuple[str, ...]]) -> dict[Ima
 def hallucinations(
     captions: Sequence[Sequence[str]], in_images: Sequence[Set[str]], objects: Objects
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For each caption the number of mentions of objects that are not in its image (images,), and of all (images,).
+    """Counts the mentions of objects in each caption: the wrong ones (images,), and all mentions (images,).
 
-    Source: Rohrbach et al. 2018 (arXiv 1809.02156). CHAIR_i is the sum of the first numbers divided by the
-    sum of the second ones. CHAIR_s is the share of captions whose first number is above 0. As in the paper, an object
-    is in an image if it is annotated or if a reference names it. captions: as words. in_images: see `Objects.in_image`.
+    Source: Rohrbach et al. 2018 (arXiv 1809.02156). A mention is wrong if the object is not in the image. As in the
+    paper, an object is in an image if it is annotated or if a reference names it. CHAIR_i is the number of wrong
+    mentions divided by the number of all mentions. CHAIR_s is the share of captions with a wrong mention. captions: as
+    words. in_images: the results of `Objects.in_image`.
     """
     mentions = [objects.mentions(words) for words in captions]
     wrong = [sum(name not in known for name in names) for names, known in zip(mentions, in_images, strict=True)]
@@ -180,8 +184,8 @@ def hallucinations(
 def image_similarity(images: np.ndarray, captions: np.ndarray, weight: float) -> np.ndarray:
     """CLIPScore or PAC-S of each image (images,): w * max(cos(image, caption), 0), from unit vectors (images, D).
 
-    Sources: Hessel et al. 2021 (arXiv 2104.08718), w = 2.5; Sarto et al. 2023 (arXiv 2303.12112), w = 2, which differs
-    in the encoder's weights. Captions follow PROMPT.
+    weight: w. Sources: CLIPScore with w = 2.5, Hessel et al. 2021 (arXiv 2104.08718). PAC-S with w = 2 and another
+    encoder, Sarto et al. 2023 (arXiv 2303.12112). The encoded texts are captions after PROMPT.
     """
     cosine: np.ndarray = (images * captions).sum(1)
     return weight * np.maximum(cosine, 0.0)
@@ -192,9 +196,9 @@ def with_references(
 ) -> np.ndarray:
     """RefCLIPScore or RefPAC-S of each image (images,).
 
-    It is the harmonic mean of `similarity`, the result of `image_similarity`, and of max(cos(caption, reference), 0),
-    the largest over the image's references; 0 where one of the two is 0. Sources as there. captions (images, D) and
-    references (sum of num_references, D): unit vectors.
+    The score is the harmonic mean of two values: `similarity` (the result of `image_similarity`), and the largest
+    max(cos(caption, reference), 0) over the image's references. The score is 0 if one of them is 0. Sources: as for
+    `image_similarity`. captions (images, D) and references (sum of num_references, D): unit vectors.
     """
     counts = np.array(num_references, np.int64)
     first = np.cumsum(counts) - counts
@@ -208,11 +212,11 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
     """BERTScore of each image (images, 3): precision, recall and F1, each the largest one over the references.
 
     Source: Zhang et al. 2020 (arXiv 1904.09675) and its package bert-score 0.3.12. Each token of a caption is matched
-    with the token of the reference whose vector is nearest, and the other way round. The precision is the mean cosine
-    over the caption's tokens, the recall over the reference's. The two marks of a text can be matched, and have no
-    weight in the means. A text without tokens scores 0. With idf, a token's weight is log((N + 1) / (n + 1)), where n
-    of the N references contain it. The package gives these values for pairs that it scores one at a time; in a batch
-    it also matches tokens with padding of the value 0.
+    with the nearest token of the reference, and each token of the reference with the nearest one of the caption. The
+    precision is the mean cosine over the caption's tokens, and the recall is the mean cosine over the reference's
+    tokens. The marks at both ends of a text can be matched, but have no weight in the means. A text without tokens
+    scores 0. With idf, a token's weight is log((N + 1) / (n + 1)) if n of the N references contain it. The package
+    gives equal values if it scores one pair at a time. In a batch it also matches tokens with padding of the value 0.
     """
     caption_ids = encoder.ids(captions)
     flat = iter(encoder.ids([text for texts in references for text in texts]))
@@ -237,7 +241,7 @@ def greedy_match(
     caption: np.ndarray, reference: np.ndarray, caption_weights: np.ndarray, reference_weights: np.ndarray
 ) -> tuple[float, float, float]:
     """The precision, recall and F1 of one pair of texts, from their unit vectors (T, W) and token weights (T,)."""
-    if min(len(caption), len(reference)) <= 2:  # nothing between the marks
+    if min(len(caption), len(reference)) <= 2:  # one of the texts has only its two marks
         return 0.0, 0.0, 0.0
     cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
     precision, recall = (
@@ -249,7 +253,7 @@ def greedy_match(
 
 
 def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -> np.ndarray:
-    """The weight of each token of a text (T,), 0 for its marks. counts: the references that contain a token."""
+    """The weight of each token of a text (T,), 0 for its marks. counts: references per token, or None without idf."""
     if counts is None:
         weights = np.ones(len(ids))
     else:

@@ -1,6 +1,6 @@
-"""METEOR and SPICE: Java programs in the package pycocoevalcap.
+"""METEOR and SPICE, computed by the Java programs in the package pycocoevalcap.
 
-Their heap fits the free memory, and their processes never outlive the call that started them.
+The Java heap is adapted to the free memory, and each process ends with the call that started it.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ Caption = Sequence[str]  # tokens
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
 SPICE_MODELS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 
-# The smallest and largest Java heap in MB. METEOR's paraphrase table needs more than 512 MB. pycocoevalcap always uses
-# the largest heap.
+# The smallest and largest Java heap in MB. METEOR's smallest heap fits its paraphrase table, which needs more than
+# 512 MB. The largest heaps are those that pycocoevalcap always uses.
 _METEOR_HEAP_MB = (640, 2048)
 _SPICE_HEAP_MB = (3072, 8192)
-# METEOR answers a caption with a line of more than ten numbers, and the final request with lines of one number.
+# METEOR answers each caption with a line of more than ten numbers, and the final request with lines of one number, so
+# any other line is an error.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
-# Each deadline is the first number of seconds, and the second one for each image
+# A deadline is (seconds per call, further seconds per image)
 METEOR_DEADLINE_S, SPICE_DEADLINE_S = (120.0, 0.05), (300.0, 1.0)
-_LONGEST = 65536  # characters of a line; a longer one is no score
+_LONGEST = 65536  # characters read per line; a line of scores is shorter
 
 
 def check_meteor() -> None:
-    """Raises JavaError when METEOR cannot run on this machine."""
+    """Raises JavaError if METEOR cannot run on this machine."""
     java_command(_METEOR_HEAP_MB)
 
 
 def check_spice() -> None:
-    """Raises JavaError when SPICE cannot run on this machine."""
+    """Raises JavaError if SPICE cannot run on this machine."""
     check_meteor()
     spice_models()
 
 
 def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> tuple[float, list[float]]:
-    """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and that of each image.
+    """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and the score of each image.
 
-    Raises JavaError.
+    Raises JavaError if Java fails or gives no result before the deadline.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -62,7 +63,7 @@ def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption
         raise JavaError(f"{jar.name} is missing from the package pycocoevalcap; install it again")
 
     def to_text(tokens: Caption) -> str:
-        return " ".join(tokens).replace("|||", "")  # METEOR separates captions by |||
+        return " ".join(tokens).replace("|||", "")  # because METEOR separates captions by |||
 
     requests = [
         " ||| ".join(("SCORE", *map(to_text, captions), to_text(prediction)))
@@ -80,7 +81,7 @@ def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption
 
 
 def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> list[float]:
-    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises JavaError."""
+    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises JavaError like `meteor`."""
     package = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
     models = spice_models()
@@ -109,7 +110,7 @@ def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]
 
 
 def spice_models() -> Path:
-    """The folder with SPICE's parser models. Raises JavaError with the remedy when they are missing."""
+    """The folder with SPICE's parser models. Raises JavaError with the remedy if the models are missing."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raycap" / "spice"
     candidates = [Path(os.environ.get(SPICE_MODELS_VARIABLE) or default), _package_folder() / "spice" / "lib"]
     for folder in candidates:
@@ -120,7 +121,7 @@ def spice_models() -> Path:
 
 
 def _package_folder() -> Path:
-    """The folder of the package pycocoevalcap. Raises JavaError when it is not installed."""
+    """The folder of the package pycocoevalcap. Raises JavaError if the package is not installed."""
     spec = importlib.util.find_spec("pycocoevalcap")
     if spec is None or not spec.submodule_search_locations:
         raise JavaError("the package pycocoevalcap, which contains the jar, is not installed; install it")
@@ -131,11 +132,11 @@ T = TypeVar("T")
 
 
 class JavaError(Exception):
-    """A Java program gave no result. The message is the reason."""
+    """Raised if a Java program gives no result. The message is the reason."""
 
 
 def java_version() -> str:
-    """The first line of `java -version`. Raises JavaError when java is missing or does not start."""
+    """The first line of `java -version`. Raises JavaError if java is missing or does not start."""
     java = java_command(_METEOR_HEAP_MB)[0]
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
@@ -147,35 +148,36 @@ def java_version() -> str:
 
 
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
-    """The first words of a command: java with a heap of half the free memory, within heap_mb = (smallest, largest).
+    """The start of a Java command, with these options and a heap of half the free memory.
 
-    Raises JavaError when java is missing or the free memory is too small.
+    heap_mb: (smallest, largest) heap. Raises JavaError if java is missing or the free memory is too small.
     """
     java = shutil.which("java")
     if java is None:
         raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
     (smallest, largest), free = heap_mb, free_memory_mb()
-    if free < smallest * 1.25:  # Java also needs memory outside of its heap
+    if free < smallest * 1.25:  # 25 % more, because Java also needs memory outside its heap
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
-    # The encoding is set because before Java 18 its default depends on the locale.
+    # The encoding is set, because its default depends on the locale before Java 18.
     return [java, f"-Xmx{heap}m", "-Dfile.encoding=UTF-8", *options]
 
 
 def free_memory_mb() -> float:
-    """Free memory of the machine or of the container (cgroup version 2), whichever is less."""
+    """The free memory in MB of the machine or of the container (cgroup version 2), whichever is less."""
     free = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
-    # The file is missing on other systems and with cgroup version 1; "max" is not a number and means no limit.
+    # Errors mean that there is no limit: the file is missing without cgroup version 2, and "max" is not a number.
     with contextlib.suppress(OSError, ValueError):
         free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(free, 0) / 2**20
 
 
 def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen[str]], T], deadline_s: float) -> T:
-    """What `use` makes of a Java process in `folder`, which ends with it or at the deadline.
+    """Starts a Java process in `folder`, and returns the result of `use(process)`.
 
-    Raises JavaError, also for errors of `use`.
+    The process is killed after `use` returns, or at the deadline. Raises JavaError if java does not start or `use`
+    fails.
     """
     try:
         with (folder / "stderr.txt").open("wb") as stderr:
@@ -187,7 +189,7 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
                 stderr=stderr,
                 encoding="utf-8",
                 errors="replace",
-                process_group=0,  # so that `kill` ends child processes as well: java may be a wrapper script
+                process_group=0,  # lets `kill` end child processes too, because java may be a wrapper script
             )
     except OSError as error:
         raise JavaError(f"java could not be started: {error}") from error
@@ -209,7 +211,7 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
     finally:
         timer.cancel()
         kill()
-        with contextlib.suppress(OSError, ValueError):  # the pipe is closed, or has text that was not read
+        with contextlib.suppress(OSError, ValueError):  # errors do not matter here: `use` has the result or has failed
             process.communicate()
 
 
@@ -218,14 +220,14 @@ def _answers(
 ) -> list[str]:
     """Writes the requests as lines, and returns the next `count` lines that the process prints.
 
-    A thread writes, because the process may answer before it has read all. Raises ValueError for a line that does not
-    match the pattern, and when the process ends early.
+    A thread writes, because the process may fill its output before it has read all requests. Raises ValueError if a
+    line does not match the pattern, or if the process ends early.
     """
     assert process.stdin is not None and process.stdout is not None
     stdin, lines = process.stdin, list[str]()
 
     def write() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the process has ended
+        with contextlib.suppress(OSError, ValueError):  # if the process has ended, the reader raises the error
             stdin.writelines(f"{request}\n" for request in requests)
             stdin.flush()
 
@@ -243,7 +245,7 @@ def _answers(
 
 
 def _stderr_excerpt(folder: Path) -> str:
-    """The first line of stderr that names an error; without such a line, the first line."""
+    """The first line of stderr that names an error, or else its first line, for messages."""
     with (folder / "stderr.txt").open("rb") as file:
         lines = [line for line in file.read(1 << 20).decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Exception" in line or "Error:" in line or "OutOfMemory" in line]

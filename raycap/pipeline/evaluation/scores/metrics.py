@@ -1,7 +1,7 @@
-"""Scores of captions as pycocoevalcap computes them, and `TABLE`, which lists all metrics.
+"""Scores captions. `TABLE` lists all metrics, and `score_captions` computes them.
 
-BLEU, ROUGE-L and CIDEr-D run in this process (`ngrams.py`, on words from `words.py`), METEOR and SPICE in Java
-(`java.py`). A metric that cannot run is reported as unavailable with the reason, never as 0.
+BLEU, ROUGE-L and CIDEr-D have the values of pycocoevalcap and run in this process (`ngrams.py`, on words from
+`words.py`). METEOR and SPICE run in Java (`java.py`). If a metric cannot run, its score is the reason, and never 0.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from raycap.pipeline.evaluation.scores.words import caption_stats, words_of_all,
 from raycap.pipeline.runtime.names import shorten
 from raycap.pipeline.storage.s3 import StorageOptions
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # not at run time, because the module imports torch
     from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
 
 Input = Literal["objects", "several", "clip", "pac", "bert"]
-_ENCODERS = ("clip", "pac", "bert")  # the inputs that the signature of scores names
-# What each input is, and where it comes from
+_ENCODERS = ("clip", "pac", "bert")  # the signature of scores names these inputs, because other weights change scores
+# For messages about a missing input: what it is, and how to give it
 _INPUTS: dict[Input, str] = {
     "objects": "the words for objects; name their file as evaluation.inputs.objects",
     "several": "several captions per image; set evaluation.num_results to 2 or more, or give `raycap score` --n-best",
@@ -52,7 +52,7 @@ BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 
 @dataclass(frozen=True)
 class Score:
-    """The value of a metric over all images and for each image, or in `unavailable` the reason why it has none."""
+    """The value of a metric over all images and for each image. If there is none, `unavailable` gives the reason."""
 
     value: float | None = None
     per_image: list[float] | None = None
@@ -61,10 +61,10 @@ class Score:
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """What some metrics need besides one caption per image and its references. None: it is not given.
+    """What some metrics need besides one caption per image and its references. A field is None if it is not given.
 
     objects: for CHAIR. several: two or more raw captions of each image, by image id, for the metrics of diversity.
-    clip, pac: encoders of images and texts, for CLIPScore and for PAC-S. bert: of tokens, for BERTScore.
+    clip, pac: encoders of images and texts, for CLIPScore and for PAC-S. bert: an encoder of tokens, for BERTScore.
     """
 
     objects: Objects | None = None
@@ -86,11 +86,11 @@ class ScoreInputs:
     ) -> ScoreInputs:
         """The inputs that the section `evaluation.inputs` names. The files of encoders are read at their first use.
 
-        uris: of the images, by id. Raises UserError for a file of objects that cannot be read.
+        several: as the field. uris: {image id: URI}. Raises UserError if a file of objects cannot be read.
         """
         objects, clip, pac, bert = Objects.read(section, language, data), None, None, None
         if section.clip or section.pac or section.bert:
-            # imports torch, which the check of a configuration does not need
+            # here, because the module imports torch, which checking a configuration must not load
             from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
 
             max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
@@ -103,7 +103,7 @@ class ScoreInputs:
 
 
 def _needed(inputs: ScoreInputs, field: Input) -> Any:
-    """The value of a field. Raises UnavailableError if it is not given."""
+    """The value of a field of `inputs`. Raises UnavailableError if the field is not given."""
     if (value := getattr(inputs, field)) is None:
         raise UnavailableError(f"it needs {_INPUTS[field]}")
     return value
@@ -118,7 +118,7 @@ class CaptionWords:
 
     @cached_property
     def corpus(self) -> ngrams.Corpus:
-        """The captions as word ids for BLEU and CIDEr-D, which split a PTB token at white space ("1 1/2")."""
+        """The captions as word ids for BLEU and CIDEr-D. A PTB token with white space ("1 1/2") gives several words."""
         predictions, *references = (
             [" ".join(tokens).split() for tokens in captions] for captions in (self.predictions, *self.references)
         )
@@ -132,11 +132,11 @@ class TokenizedCaptions(CaptionWords):
     image_ids: list[Any]
     language: str
     inputs: ScoreInputs
-    raw: tuple[list[str], list[Sequence[str]]]  # the captions before they were split: predictions and references
+    raw: tuple[list[str], list[Sequence[str]]]  # predictions and references as texts, before they were tokenized
 
     @cached_property
     def several(self) -> list[list[list[str]]]:
-        """The tokens of two or more captions per image. Raises UnavailableError unless all images have them."""
+        """The tokens of two or more captions per image. Raises UnavailableError if an image has fewer captions."""
         given: Mapping[Any, Sequence[str]] = _needed(self.inputs, "several")
         if lacking := [image for image in self.image_ids if len(given.get(image, ())) < 2]:
             count = f"{len(lacking)} of {len(self.image_ids)} images"
@@ -145,7 +145,7 @@ class TokenizedCaptions(CaptionWords):
 
     @cached_property
     def hallucinations(self) -> tuple[np.ndarray, np.ndarray]:
-        """See `grounding.hallucinations`. Raises UnavailableError without objects."""
+        """The result of `grounding.hallucinations`. Raises UnavailableError if no objects are given."""
         objects: Objects = _needed(self.inputs, "objects")
         in_images = map(objects.in_image, self.image_ids, self.references)
         return hallucinations(self.predictions, list(in_images), objects)
@@ -153,27 +153,27 @@ class TokenizedCaptions(CaptionWords):
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of `TABLE`. compute: raises JavaError or UnavailableError where the metric has no value."""
+    """A row of `TABLE`. compute: raises JavaError or UnavailableError if the metric has no value."""
 
     names: tuple[str, ...]
-    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score for each name
-    by_default: bool = True  # whether it is computed where no metrics are named
-    test_only: bool = False  # whether a run computes the metric on its test splits only
-    compare_by_image: bool = True  # whether a paired bootstrap of its per-image scores compares two models
+    compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score per name
+    by_default: bool = True  # if True, the metric is computed without being named
+    test_only: bool = False  # if True, a run computes the metric on its test splits only
+    compare_by_image: bool = True  # if True, two models are compared by a paired bootstrap of scores per image
     less_is_better: bool = False
-    needs: Input | None = None  # the field of `ScoreInputs` without which it is unavailable
-    jar: str | None = None  # the name of the Java program in the signature
-    english_only: bool = False  # whether the metric has no meaning for captions in other languages
-    check: Callable[[], None] = lambda: None  # raises JavaError when the machine lacks what the metric needs
+    needs: Input | None = None  # a field of `ScoreInputs`. If it is not given, the metric is unavailable.
+    jar: str | None = None  # the name in the signature, for a metric that runs in Java
+    english_only: bool = False  # if True, the metric is unavailable for captions in other languages
+    check: Callable[[], None] = lambda: None  # raises JavaError if the machine lacks what the metric needs
 
 
 def _mean(per_image: np.ndarray) -> Score:
-    """The score whose value is the mean over the images."""
+    """The score of a metric whose value is the mean over the images. per_image: (images,)."""
     return Score(float(per_image.mean()), per_image.tolist())
 
 
 def _require_two_images(captions: TokenizedCaptions) -> None:
-    """Raises UnavailableError for one image, for which every tf-idf weight is 0."""
+    """Raises UnavailableError if there is only one image, because all tf-idf weights are then 0."""
     if len(captions.image_ids) == 1:
         raise UnavailableError("one image only: document frequencies have no meaning; score two images or more")
 
@@ -226,7 +226,7 @@ def _self_cider(captions: TokenizedCaptions) -> list[Score]:
 
 
 def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> list[Score]:
-    """The similarity of captions and images, without and with the references. field: that of the encoder."""
+    """Two scores: the similarity of captions and images, and its version with references. field: of the encoder."""
     encoder: ClipEncoder = _needed(captions.inputs, field)
     images = encoder.images(captions.image_ids)
     predictions, references = captions.raw
@@ -247,15 +247,15 @@ def _bert_score(captions: TokenizedCaptions) -> list[Score]:
 
 
 TABLE = (
-    Metric(BLEU, _bleu, compare_by_image=False),  # BLEU over all images is no mean
+    Metric(BLEU, _bleu, compare_by_image=False),  # because BLEU over all images is not the mean over images
     Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
     Metric(("CIDEr-D",), partial(_cider, values=ngrams.cider_d)),
-    Metric(  # slow, needs 3 GB
+    Metric(  # for tests only, because SPICE is slow and needs 3 GB
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java.check_spice
     ),
     Metric(("CIDEr-R",), partial(_cider, values=ngrams.cider_r), by_default=False),
-    Metric(  # a share of mentions, not of images
+    Metric(  # not compared by image, because the value is a share of mentions and not a mean over images
         ("CHAIR-i",), _chair_i, by_default=False, less_is_better=True, needs="objects", compare_by_image=False
     ),
     Metric(("CHAIR-s",), _chair_s, by_default=False, less_is_better=True, needs="objects"),
@@ -275,7 +275,7 @@ COMPARED_BY_IMAGE = tuple(name for metric in TABLE if metric.compare_by_image fo
 
 
 def metrics_of_split(further: Iterable[str], *, is_test: bool) -> tuple[str, ...]:
-    """The metrics of a run's split. further: those that the configuration names besides the default ones."""
+    """The metrics of a run's split. further: metrics that the configuration names besides the default ones."""
     return tuple(name for name in (*DEFAULT_METRICS, *further) if is_test or name not in _TEST_ONLY)
 
 
@@ -283,7 +283,7 @@ def metrics_of_split(further: Iterable[str], *, is_test: bool) -> tuple[str, ...
 class MetricScores:
     """The result of `score_captions`. Lists of scores per image have the order of `image_ids`.
 
-    extras: the number of references without a prediction, and the values of `caption_stats`.
+    extras: the number of images without a prediction, and the values of `caption_stats`.
     """
 
     by_name: dict[str, Score]
@@ -293,11 +293,11 @@ class MetricScores:
 
     @property
     def values(self) -> dict[str, float | None]:
-        """Score by metric; None for a metric that is unavailable."""
+        """{metric: score}, with None for a metric that is unavailable."""
         return {name: score.value for name, score in self.by_name.items()}
 
     def repairable(self, language: str) -> dict[str, str]:
-        """{metric: reason} of metrics that could not be computed now, but may be later or on another machine."""
+        """{metric: reason} for Java metrics that failed now and may succeed later or on another machine."""
         java = [
             name for metric in TABLE if metric.jar and not _other_language(metric, language) for name in metric.names
         ]
@@ -320,14 +320,14 @@ def score_captions(
     inputs: ScoreInputs = ScoreInputs(),
     training_captions: Iterable[str] | None = None,
 ) -> MetricScores:
-    """Scores of one raw caption per image against that image's raw reference captions.
+    """Scores one raw caption per image against the raw reference captions of the image.
 
-    Images have the order of `references`, as in coco-caption. Images without a prediction are left out, also from the
-    document frequencies; `extras["references_without_prediction"]` counts them. An empty caption matches nothing.
-    language: of all captions; metrics that are defined for English only are unavailable for others. inputs: without
-    them, metrics that need them are unavailable. training_captions: see `caption_stats`.
+    references, predictions: by image id. Images have the order of `references`, as in coco-caption. Images without a
+    prediction are left out, also from the document frequencies. `extras["references_without_prediction"]` counts them.
+    An empty caption matches nothing. language: of all captions. Metrics for English only are unavailable for other
+    languages. inputs: metrics whose inputs are not given are unavailable. training_captions: see `caption_stats`.
 
-    Raises UserError (a ValueError) for an unknown metric, for predictions without references and for no predictions.
+    Raises UserError (a ValueError) if a metric is unknown, a prediction has no references, or there are no predictions.
     """
     metrics = tuple(metrics)
     _check_input(references, predictions, metrics)
@@ -346,13 +346,13 @@ def score_captions(
 
 
 def _words_by_image(captions: Sequence[Sequence[str]], language: str) -> list[list[list[str]]]:
-    """The tokens of the raw captions of each image."""
+    """The tokens of each image's raw captions."""
     lines = iter(words_of_all([caption for image in captions for caption in image], language))
     return [[next(lines) for _ in image] for image in captions]
 
 
 def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
-    """The score of each name of a metric, or the reason why it has none."""
+    """The score of each name of a metric. If the metric cannot be computed, the scores give the reason."""
     if (reason := _other_language(metric, captions.language)) is None:
         try:
             return metric.compute(captions)
@@ -368,13 +368,13 @@ def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
 def _check_input(
     references: Mapping[Any, Sequence[str]], predictions: Mapping[object, str], metrics: Sequence[str]
 ) -> None:
-    """Raises UserError for an unknown metric, for no predictions, and for a prediction without references."""
+    """Raises UserError if a metric is unknown, there are no predictions, or a prediction has no references."""
     if unknown := [name for name in metrics if name not in METRICS]:
         raise UserError(f"unknown metric {unknown[0]!r}; the metrics are {', '.join(METRICS)}")
     if not predictions:
         raise UserError("there are no predictions to score; give a caption for at least one image")
     if unpaired := [image for image in predictions if not references.get(image)]:
-        # the types of ids that only the references or only the unpaired predictions have
+        # if one side has numbers as ids and the other side has text, the hint says so
         kinds = {type(image).__name__ for image in references} ^ {type(image).__name__ for image in unpaired}
         hint = "; ids are numbers on one side and text on the other" if kinds == {"int", "str"} else ""
         problem = f"{len(unpaired)} of {len(predictions)} predictions have no reference captions"
@@ -383,9 +383,9 @@ def _check_input(
 
 
 def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, language: str) -> str:
-    """A text that two scores must share to be comparable.
+    """The signature of scores. Two scores can be compared only if their signatures are equal.
 
-    It names tokenizer, language, document frequencies, EOS rule, data and versions.
+    A signature names tokenizer, language, document frequencies, EOS rule, data and versions.
     """
     counts = {len(image) for image in captions.references}
     try:
@@ -404,7 +404,7 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, languag
 
 
 def _other_language(metric: Metric, language: str) -> str | None:
-    """Why a metric has no value for captions in a language; None if it has one."""
+    """Why a metric has no value for captions in a language, or None if it has one."""
     if not metric.english_only or language == ENGLISH:
         return None
     verb = "is" if len(metric.names) == 1 else "are"
@@ -412,9 +412,10 @@ def _other_language(metric: Metric, language: str) -> str | None:
 
 
 def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | None = None) -> str | None:
-    """The reason why a score or a cost such as macs cannot be computed on this machine or for captions in a language.
+    """Why a score cannot be computed on this machine or for captions in a language, or None if it can be.
 
-    None when nothing is missing. inputs: they must have what the metric needs; None if they are not known.
+    name: a metric, or a cost such as macs, for which nothing is checked. inputs: if they are given, they must have what
+    the metric needs.
     """
     try:
         for metric in TABLE:

@@ -1,7 +1,8 @@
-"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, and CIDEr-R, by sorts and sums over integers.
+"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, and CIDEr-R and the metrics of diversity.
 
-Words and n-grams are integers. The number of an n-gram is the rank of its pair (number of the (n-1)-gram, last word)
-among all such pairs, which is exact for any vocabulary size.
+Words and n-grams are integers, so that arrays can be sorted and summed instead of counting in dictionaries. The number
+of an n-gram is the rank of its pair (number of the (n-1)-gram, last word) among all such pairs. Unlike a hash, it is
+exact for any size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from functools import cached_property
 import numpy as np
 
 ORDERS = 4  # BLEU and CIDEr-D use n-grams of 1 to 4 words
-_SIGMA = 6.0  # width of CIDEr-D's Gaussian penalty on the difference of lengths (Vedantam et al. 2015, section 6)
-_BETA = 1.2  # weight of recall in coco-caption's ROUGE-L
-_SMALL, _TINY = 1e-9, 1e-15  # bleu_scorer.py adds these to quotients, because captions shorter than n have no n-grams
+_SIGMA = 6.0  # the width of CIDEr-D's Gaussian penalty on the difference of lengths (Vedantam et al. 2015, section 6)
+_BETA = 1.2  # the weight of recall in coco-caption's ROUGE-L
+_SMALL, _TINY = 1e-9, 1e-15  # added to quotients as in bleu_scorer.py, because short captions have no n-grams
 
 
 @dataclass(frozen=True)
 class Counts:
-    """The n-grams of one length n. Each of the R rows is a distinct n-gram of one caption, sorted by caption."""
+    """The n-grams of one length n in R rows, sorted by caption. A row is a distinct n-gram of one caption."""
 
     caption: np.ndarray  # (R,) index of the caption
     ngram: np.ndarray  # (R,) index of the n-gram
     count: np.ndarray  # (R,) how often the caption contains the n-gram
-    size: int  # number of distinct n-grams in the corpus
-    predictions: int  # the first rows, as many as this number, belong to predictions; the others to references
+    size: int  # the number of distinct n-grams in the corpus
+    predictions: int  # the number of rows that belong to predictions, which precede the rows of references
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Predictions and references as word ids: caption i < images is image i's prediction, the others are references.
+    """Predictions and references as word ids. Caption i < images is image i's prediction. Later ones are references.
 
-    words (W,): word ids of all captions. lengths (C,): words per caption. image (C,): the image of each caption.
+    words: (W,), the word ids of all captions. lengths: (C,), words per caption. image: (C,), the image of each caption.
     """
 
     words: np.ndarray
@@ -43,14 +44,14 @@ class Corpus:
 
     @classmethod
     def build(cls, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> Corpus:
-        """The corpus of one prediction and one or more references per image, as tokens."""
+        """Builds the corpus of one prediction and one or more references per image, given as words."""
         captions = [*predictions, *(caption for image in references for caption in image)]
         image = np.concatenate((np.arange(len(predictions)), _group_numbers(references)))
         return cls.of_captions(captions, image, len(predictions))
 
     @classmethod
     def of_captions(cls, captions: Sequence[Sequence[str]], image: np.ndarray, images: int) -> Corpus:
-        """The corpus of captions, as words, of which the first `images` ones are predictions. image: as the field."""
+        """Builds the corpus of captions, given as words. The first `images` are predictions. image: see `Corpus`."""
         ids: dict[str, int] = {}
         words = np.array([ids.setdefault(word, len(ids)) for caption in captions for word in caption], np.int64)
         return cls(words, np.array([len(c) for c in captions], np.int64), image, images)
@@ -62,19 +63,19 @@ class Corpus:
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
-        """The counts of n-grams of 1 to ORDERS words."""
+        """The counts of n-grams for n = 1 to ORDERS."""
         captions = len(self.lengths)
         caption = np.repeat(np.arange(captions), self.lengths)
-        # The number of words from each word to the end of its caption.
+        # the number of words from each word to the end of its caption, which limits the n-grams that start there
         remaining = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))
-        start = np.arange(len(self.words))  # position of the first word of each n-gram of this order
-        index = np.zeros(len(self.words), np.int64)  # number of the (n-1)-gram at each start
+        start = np.arange(len(self.words))  # the position of the first word of each n-gram of this order
+        index = np.zeros(len(self.words), np.int64)  # the number of the (n-1)-gram at each start
         num_words = int(self.words.max(initial=0)) + 1
         result = []
         for order in range(1, ORDERS + 1):
             keep = remaining[start] >= order
             start, index = start[keep], index[keep]
-            # Both factors are at most the number of words in the corpus, so the product is far below 2^63.
+            # Both factors are at most the number of words in the corpus, so the product does not overflow int64.
             distinct, index = np.unique(index * num_words + self.words[start + order - 1], return_inverse=True)
             rows, count = np.unique(caption[start] * (len(distinct) + 1) + index, return_counts=True)
             row_caption, row_ngram = np.divmod(rows, len(distinct) + 1)
@@ -83,7 +84,7 @@ class Corpus:
         return tuple(result)
 
     def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of rows with the same image and n-gram: the reference's row (M,) and the prediction's row (M,)."""
+        """M pairs of rows with the same image and n-gram: the rows of references (M,) and of predictions (M,)."""
         keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
         prediction_keys, reference_keys = np.split(keys, [counts.predictions])
         row = np.searchsorted(prediction_keys, reference_keys)
@@ -93,34 +94,35 @@ class Corpus:
 
 
 def _group_numbers(groups: Sequence[Sequence[object]]) -> np.ndarray:
-    """The number of the group of each element, in order."""
+    """The index of the group of each element, with the elements of all groups in order."""
     return np.repeat(np.arange(len(groups)), [len(group) for group in groups])
 
 
 def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
-    """BLEU-1..4 with the closest reference length: values over the corpus (4,) and for each image (4, images).
+    """BLEU-1..4 with the closest reference length: values over the corpus (4,), and for each image (4, images).
 
-    Source: pycocoevalcap/bleu/bleu_scorer.py with `option="closest"`. Of equally close lengths the shorter one counts.
+    Source: pycocoevalcap/bleu/bleu_scorer.py with `option="closest"`. If two lengths are equally close, the shorter one
+    counts.
     """
     images = corpus.images
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
     image = corpus.image[images:]
-    # Sort references by image, then by the difference of lengths, then by length: the first one of each image counts.
+    # Sorted by image, then by the difference of lengths, then by length, so the first reference of an image is closest.
     order = np.lexsort((reference_length, np.abs(reference_length - length[image]), image))
     closest = reference_length[order][np.cumsum(corpus.reference_counts) - corpus.reference_counts]
 
-    # BLEU's precision is `correct` (the predictions' n-grams that a reference contains) divided by `guess` (all).
+    # BLEU's precision is correct / guess: n-grams of the prediction that a reference contains, divided by all of them.
     guess = np.maximum(0, length - np.arange(ORDERS)[:, None])  # (4, images)
     correct = np.zeros((ORDERS, images))
     for n, counts in enumerate(corpus.counts):
         reference, prediction = corpus.match(counts)
-        max_count = np.zeros(counts.predictions, np.int64)  # the n-gram's largest count in one reference
+        max_count = np.zeros(counts.predictions, np.int64)  # largest count of the n-gram in one reference
         np.maximum.at(max_count, prediction, counts.count[reference])
         clipped = np.minimum(max_count, counts.count[: counts.predictions])
         correct[n] = np.bincount(counts.caption[: counts.predictions], clipped, minlength=images)
 
     def score(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
-        """BLEU-1..4 (4, ...) from n-gram counts (4, ...) and lengths (...): geometric mean times length penalty."""
+        """BLEU-1..4 (4, ...): geometric means of correct / guess (4, ...), times the penalty for the lengths (...)."""
         product = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
         exponents = (1.0 / np.arange(1, ORDERS + 1)).reshape(-1, *[1] * (correct.ndim - 1))  # 1/n in row n - 1
         ratio = (length + _TINY) / (closest + _SMALL)
@@ -132,8 +134,8 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 def cider_d(corpus: Corpus) -> np.ndarray:
     """CIDEr-D of each image (images,), for n = 1..4, sigma 6, times 10.
 
-    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference contains gets a document frequency of 1 and
-    adds to the prediction's norm. The length in the penalty is the number of bigrams. With one image every weight is
+    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference contains gets the document frequency 1 and
+    adds to the prediction's norm. The length in the penalty is the number of bigrams. For one image all weights are
     log(1) = 0, so the value has no meaning.
     """
     length, reference_length = _bigrams(corpus)
@@ -150,8 +152,8 @@ def cider_r(corpus: Corpus) -> np.ndarray:
         repetition = the geometric mean, over the distinct words of c, of 1 / (1 + x), where x is the difference of the
             word's counts in c and in r, or its count in c minus 1 if r does not contain it
 
-    Words are the metrics' words; the authors' scorer splits them further at punctuation. A reference without a bigram
-    has the penalty's limit: 1 for a caption without a bigram, and 0 for others.
+    Words are those of the other metrics, while the authors' scorer also splits words at punctuation. If a reference has
+    no bigram, the length penalty is its limit: 1 if the caption has no bigram either, and 0 otherwise.
     """
     length, reference_length = _bigrams(corpus)
     ratio = (length - reference_length) / np.maximum(reference_length, 1e-100)
@@ -159,16 +161,16 @@ def cider_r(corpus: Corpus) -> np.ndarray:
 
 
 def _bigrams(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
-    """For each reference (references,) the number of bigrams of its image's prediction, and its own."""
+    """Two numbers of bigrams for each reference: of its image's prediction (references,), and its own (references,)."""
     bigrams = np.maximum(corpus.lengths - 1, 0).astype(float)
     return bigrams[corpus.image[corpus.images :]], bigrams[corpus.images :]
 
 
 def _repetition(corpus: Corpus) -> np.ndarray:
-    """CIDEr-R's penalty of repetitions in the prediction, for each reference (references,)."""
+    """CIDEr-R's penalty for repetitions in the prediction, compared with each reference (references,)."""
     words, image = corpus.counts[0], corpus.image[corpus.images :]
     count, caption = words.count[: words.predictions], words.caption[: words.predictions]
-    # The logarithm of each factor, first as if the reference contained none of the words
+    # Sums of logarithms: first as if the reference contained no word, then corrected for the words that it contains
     total = -np.bincount(caption, np.log(count), minlength=corpus.images)[image]
     reference, prediction = corpus.match(words)
     factor = np.log(words.count[prediction]) - np.log1p(np.abs(words.count[prediction] - words.count[reference]))
@@ -177,7 +179,7 @@ def _repetition(corpus: Corpus) -> np.ndarray:
 
 
 def _mean_of_references(corpus: Corpus, penalty: np.ndarray) -> np.ndarray:
-    """CIDEr of each image (images,) times 10, with clipped weights and a penalty for each reference (references,)."""
+    """CIDEr of each image (images,) times 10, with clipped weights. penalty: a factor per reference (references,)."""
     image = corpus.image[corpus.images :]
     total = np.zeros(len(image))
     for counts, weight, norm in _tf_idf(corpus, corpus.images):
@@ -190,9 +192,10 @@ def _mean_of_references(corpus: Corpus, penalty: np.ndarray) -> np.ndarray:
 
 
 def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarray, np.ndarray]]:
-    """For each n the counts, the tf-idf weight of each row (R,), and the norm of each caption's weights (C,).
+    """Yields for each n the counts, the tf-idf weight of each row (R,), and the norm of each caption's weights (C,).
 
-    Document frequencies are over the references of `num_images` images. An n-gram in no reference has frequency 1.
+    num_images: the number of images with references. The document frequency of an n-gram is the number of images whose
+    references contain it, or 1 if no reference does.
     """
     for counts in corpus.counts:
         width = counts.size + 1
@@ -204,10 +207,10 @@ def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarra
 
 
 def distinct_ngrams(several: Sequence[Sequence[Sequence[str]]], order: int) -> np.ndarray:
-    """Div-n of each image (images,): distinct n-grams of `order` words in all its captions, by the number of words.
+    """Div-n of each image (images,): distinct n-grams in all its captions, divided by the number of words.
 
-    Source: Shetty et al. 2017 (arXiv 1703.10476). several: the captions of each image, as words. Captions without a
-    word have the value 0.
+    Source: Shetty et al. 2017 (arXiv 1703.10476). several: the captions of each image, as words. order: n. The value is
+    0 if the captions have no words.
     """
     values = np.zeros(len(several))
     for i, captions in enumerate(several):
@@ -217,7 +220,7 @@ def distinct_ngrams(several: Sequence[Sequence[Sequence[str]]], order: int) -> n
 
 
 def mutual_bleu(several: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
-    """mBLEU-4 of each image (images,): the mean BLEU-4 of its captions, each with the image's others as references.
+    """mBLEU-4 of each image (images,): the mean BLEU-4 of its captions, with its other captions as references.
 
     Source: Shetty et al. 2017 (arXiv 1703.10476). A low value means diverse captions. several: two or more captions of
     each image, as words.
@@ -235,7 +238,7 @@ def self_cider(several: Sequence[Sequence[Sequence[str]]], references: Sequence[
     Source: Wang and Chan 2019 (arXiv 1903.12020). K is the matrix (m, m) of CIDEr between the captions: the
     mean over n = 1..4 of the cosine of their tf-idf vectors. With its eigenvalues k and the largest one k_1,
     r = sqrt(k_1) / sum(sqrt(k)), and the diversity is -log(r) / log(m). Document frequencies are those of the
-    references. several: two or more captions of each image, as words. Captions without a word have the value 0.
+    references. several: two or more captions of each image, as words. The value is 0 if the captions have no words.
     """
     sizes = np.array([len(captions) for captions in several])
     groups = [*several, *references]
@@ -257,17 +260,17 @@ def self_cider(several: Sequence[Sequence[Sequence[str]]], references: Sequence[
 
 
 def _spread(kernel: np.ndarray) -> float:
-    """-log_m(r) of `self_cider` for a matrix (m, m)."""
+    """The diversity -log(r) / log(m) of `self_cider` for a matrix K (m, m)."""
     roots = np.sqrt(np.maximum(np.linalg.eigvalsh(kernel), 0.0))
     total = roots.sum()
     return float(-np.log(roots[-1] / total) / np.log(len(kernel))) if total else 0.0
 
 
 def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
-    """ROUGE-L of each image (images,): the best precision and the best recall over its references, beta 1.2.
+    """ROUGE-L of each image (images,), from the best precision and the best recall over its references, with beta 1.2.
 
-    Source: pycocoevalcap/rouge/rouge.py, which treats an empty caption as one empty word. The bits of an integer
-    represent a row of the table for the longest common subsequence (Hyyro 2004).
+    Source: pycocoevalcap/rouge/rouge.py, which treats an empty caption as one empty word. For speed, the bits of an
+    integer represent a row of the table for the longest common subsequence (Hyyro 2004).
     """
     scores = np.zeros(len(predictions))
     for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True)):
@@ -284,7 +287,7 @@ def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[
                 if mask := masks.get(word):
                     both = row & mask
                     row = (row + both | row - both) & full
-            common = len(prediction) - row.bit_count()  # length of the longest common subsequence
+            common = len(prediction) - row.bit_count()  # the length of the longest common subsequence
             precision = max(precision, common / len(prediction))
             recall = max(recall, common / len(caption))
         if precision and recall:

@@ -1,18 +1,18 @@
-"""The words on which captions are scored, and what they show that metrics do not.
+"""Splits captions into the words on which metrics are computed, and computes further statistics of these words.
 
-English captions are split as pycocoevalcap's PTBTokenizer splits them, and others by the tokenizer of their language.
-The model's tokenizer has no part in it.
+English captions are split as by pycocoevalcap's PTBTokenizer, and other captions by the tokenizer of their language.
+The model's tokenizer is not used, so that scores of models with different tokenizers can be compared.
 
 pycocoevalcap 1.2 runs Stanford CoreNLP 3.4.1 (`PTBTokenizer -preserveLines -lowerCase`) over all captions, one per
 line, and drops the tokens in `PUNCTUATION`. The rules here were derived from that program's output, not from its source
-code. The tests compare the outputs of both. At each position the tokenizer takes the longest match of all rules, or the
-first rule among equally long matches. A rule may look ahead: its second pattern then matches the text after the token.
-This text counts in the length of the match, but it is tokenized afterwards. A plain piece between spaces (a word,
-possibly with a comma, a full stop or 's) needs no rule.
+code, and tests compare both outputs. At each position the tokenizer takes the longest match of all rules, or the first
+rule among equally long matches. A rule may look ahead: its second pattern then matches the text after the token. The
+text after the token counts in the length of the match, but is tokenized afterwards. A plain piece between spaces (a
+word, possibly with a comma, a full stop or 's) needs no rule.
 
 Known differences, none of which occurs in the 242,654 captions of COCO val2014 and Flickr8k: scripts with vowel signs
-(Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. This file treats a line
-separator inside a caption as a space; in pycocoevalcap the separator shifts all later captions.
+(Thai, Devanagari), runs of different curly quotes, letters after a tag or e-mail address. A line separator inside a
+caption is treated as a space here, while in pycocoevalcap it shifts all later captions.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from raycap.pipeline.config.languages import ENGLISH, metric_tokenizer
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 
 SIGNATURE = "stanford-ptb-3.4.1-no-punctuation"
-VERSION = 1  # of the tokenizers `unicode` and `characters`; raise it when one of them gives other words
+VERSION = 1  # of the tokenizers `unicode` and `characters`, raised if one of them is changed to give other words
 # Words that cannot end an English caption: articles, possessives, conjunctions, copulas, and prepositions that need an
-# object. The list omits prepositions that often end a clause, like "on" in "the shelf it stands on".
+# object. Prepositions that often end a clause, like "on" in "the shelf it stands on", are not in the list.
 _OPEN_ENDINGS = (
     "a an the his her its their my your our this these those some and or but while as that which who with of for at "
     "from into onto to by is are was were be being has have near beside between behind above next"
 )
 OPEN_ENDINGS = frozenset(_OPEN_ENDINGS.split())
 
-# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Brackets remain in captions as "-lrb-": tokens have lower case.
+# Source: pycocoevalcap/tokenizer/ptbtokenizer.py. Tokens have lower case, so no token equals "-LRB-", and brackets
+# remain in captions as "-lrb-".
 _PUNCTUATION = "'' ' `` ` -LRB- -RRB- -LCB- -RCB- . ? ! , : - -- ... ;"
 PUNCTUATION = frozenset(_PUNCTUATION.split())
 
-# Abbreviations in upper and lower case, whose full stop is a part of the token. The first ones may also end a sentence.
+# Abbreviations in upper or lower case whose full stop is a part of the token, and which may also end a sentence
 _CLOSING_ABBREVIATIONS = (
     "al ala apr aug bhd blvd bros co corp cos ct dak dec esq est etc ext feb fla fri ga inc ind jan jr jul jun kan ky "
     "ltd mar md mo mon mont neb nev nov oct penn plc rd rt sep seq sq sr sys tel tenn thu tue va vt wed wis wyo"
 )
-# These abbreviations never end a sentence.
+# Abbreviations of the same kind that never end a sentence
 _ABBREVIATIONS = (
     "adj adm adv ave cf cie col cpl dept det dr drs ens ft gen gov hon jos lt maj messrs mme mr mrs ms mt pfc ph pres "
     "prof pvt rep rev sen sfc sgt spc st ste vs wm"
 )
 _CAPITALIZED_ABBREVIATIONS = "ark az del ill la mass miss ore pa tex wash"  # only with a capital first letter
-_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # not when the whole word is in capitals
+_CLOSING_NOT_UPPER, _NOT_UPPER = "pte pty", "mfg mtg"  # unless the whole word is in capitals
 _NUMBER_ABBREVIATIONS = "art ca fig figs no nos op pp prop"  # only before a number
-# A single letter with a full stop is one token ("K."), unless one of these words follows and so starts a sentence.
+# A single letter with a full stop is one token ("K."), unless one of these words follows, which starts a new sentence.
 _SENTENCE_STARTS = (
     "a about according additionally after an as at but earlier he her here however if in it last many more now once "
     "one other our she since so some such that the their then there these they this we what when while yet you"
@@ -66,24 +67,24 @@ _TWO_WORDS = "cannot gonna gotta wanna lemme gimme"
 
 
 def _any_case(words: str) -> str:
-    """A pattern for any of the words, in upper or lower case."""
+    """A pattern that matches any of the words, in upper or lower case."""
     return f"(?i:{'|'.join(sorted(words.split(), key=len, reverse=True))})"
 
 
 def _capitalized(words: str) -> str:
-    """A pattern for any of the words with a capital first letter."""
+    """A pattern that matches any of the words with a capital first letter."""
     return f"(?=[A-Z]){_any_case(words)}"
 
 
 def _not_upper(words: str) -> str:
-    """A pattern for any of the words in lower case, with or without a capital first letter."""
+    """A pattern that matches any of the words in lower case, with or without a capital first letter."""
     return "(?:" + "|".join(f"[{word[0]}{word[0].upper()}]{word[1:]}" for word in words.split()) + ")"
 
 
 _APOSTROPHE = "(?:['’\u0092]|&apos;)"
 _ANY_QUOTE = "['’‘`\u0091\u0092]"
-# The tokenizer's letters differ from Python's \w: superscripts and fractions (_NO_LETTERS) do not count as letters, and
-# combining accents and soft hyphens (_MARKS) do.
+# The PTB tokenizer's letters differ from Python's \w, so \w needs two corrections: superscripts and fractions
+# (_NO_LETTERS) are not letters, and combining accents and soft hyphens (_MARKS) are.
 _NO_LETTERS = "\u00b2\u00b3\u00b9\u00bc-\u00be\u2070-\u209c\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff"
 _MARKS = "\u0300-\u036f\u00ad"
 _DIGIT = "[0-9]"
@@ -97,7 +98,7 @@ _LABEL = r"[^\s\"<>|.!?(){},\-/_=$'@:;0-9]+"  # one part of a domain name
 _LOCAL_NUMBER = rf"{_DIGIT}{{3,4}}[- \u00a0]?{_DIGIT}{{3,5}}"  # a telephone number without its area code
 _EYE = "[-^x=~<>']"  # of a face such as ^_^
 
-# (pattern of the token, pattern of the text after it)
+# The rules of the PTB tokenizer: (pattern of the token, pattern of the text after the token)
 _RULES: tuple[tuple[str, str], ...] = (
     # Two words written as one
     ("(?i:can)", "(?i:not)"),
@@ -164,7 +165,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("[\\S\u0085]", ""),
 )
 
-# Tokens and the form in which the tokenizer prints them; `tokenize` drops those that become punctuation.
+# {token: form in which the PTB tokenizer prints it}. `tokenize` drops tokens whose printed form is punctuation.
 _PRINT_FORMS = (
     dict.fromkeys("“«\u0093", "``")
     | dict.fromkeys('”»\u0094"', "''")
@@ -188,20 +189,20 @@ _PRINT_FORMS = (
     }
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
-_DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # the last two are characters without width
-_FIRST_DROPPED = "\U00010000"  # this character and all after it in Unicode, such as emoji, are dropped
+_DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # \u200b and \ufeff are characters without width
+_FIRST_DROPPED = "\U00010000"  # tokens from this character on, such as emoji, are dropped
 _PIECE = re.compile(r"\S+")
 
 
 @cache
 def _rules() -> tuple[re.Pattern[str], ...]:
-    """The compiled rules; group 1 is the token, and the text after it is the look-ahead."""
+    """The compiled rules. Group 1 of a match is the token, and the rest of the match is the look-ahead."""
     return tuple(re.compile(f"({main})(?:{ahead})") for main, ahead in _RULES)
 
 
 @cache
 def _plain() -> re.Pattern[str]:
-    """Matches a piece whose tokens do not depend on its context: a word, possibly with a comma, full stop or 's."""
+    """The pattern of a plain piece: a word, possibly with a comma, full stop or 's. Its tokens need no context."""
     stopped = f"{_CLOSING_ABBREVIATIONS} {_ABBREVIATIONS} {_CAPITALIZED_ABBREVIATIONS} {_CLOSING_NOT_UPPER}"
     stopped = f"{stopped} {_NOT_UPPER} {_NUMBER_ABBREVIATIONS}"
     special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
@@ -211,7 +212,7 @@ def _plain() -> re.Pattern[str]:
 
 @lru_cache(maxsize=1 << 17)
 def _plain_tokens(piece: str) -> tuple[str, ...] | None:
-    """The tokens of a plain piece; None for a piece that needs the rules."""
+    """The tokens of a plain piece, or None if the piece needs the rules."""
     if piece in (".", ","):
         return ()
     match = _plain().fullmatch(piece)
@@ -219,31 +220,31 @@ def _plain_tokens(piece: str) -> tuple[str, ...] | None:
 
 
 def tokenize(caption: str, following: str = "") -> list[str]:
-    """Lower-case tokens of a caption, without punctuation. A line break counts as a space.
+    """The lower-case tokens of a caption, without punctuation. A line break counts as a space.
 
-    following: the caption on the next line, to which a rule may look ahead: the last token of "a letter K." is "k."
-    unless the next line starts with "A", "The" or another of about forty words.
+    following: the caption on the next line, because rules may look ahead to it. For example, the last token of "a
+    letter K." is "k.", unless the next line starts with a word of `_SENTENCE_STARTS`, such as "A" or "The".
     """
     tokens: list[str] = []
     for plain in map(_plain_tokens, caption.split()):
-        if plain is None:  # this piece needs rules that read the whole line
+        if plain is None:  # the piece needs rules, which read the whole line
             return _apply_rules(caption, following)
         tokens += plain
     return tokens
 
 
 def tokenize_all(captions: Sequence[str]) -> list[list[str]]:
-    """Tokens of captions as the lines of one file, as pycocoevalcap tokenizes them."""
+    """The tokens of each caption. As in pycocoevalcap, the captions are read as the lines of one file."""
     return [tokenize(caption, following) for caption, following in zip(captions, [*captions[1:], ""], strict=True)]
 
 
 def _apply_rules(caption: str, following: str) -> list[str]:
-    """The tokens of a caption with a piece that is not plain."""
+    """The tokens of a caption of which at least one piece needs the rules. following: see `tokenize`."""
     text = caption.replace("\n", " ") + "\n" + following
     tokens: list[str] = []
     position = 0
     while position < len(caption):
-        if text[position].isspace() and text[position] != "\u0085":  # the tokenizer reads \u0085 as "...", not as space
+        if text[position].isspace() and text[position] != "\u0085":  # PTB reads \u0085 as "...", not as a space
             position += 1
             continue
         if position == 0 or text[position - 1].isspace():
@@ -253,7 +254,7 @@ def _apply_rules(caption: str, following: str) -> list[str]:
                 position = piece.end()
                 continue
         matches = [match for pattern in _rules() if (match := pattern.match(text, position))]
-        token = max(matches, key=re.Match.end)[1] if matches else ""  # the first of equally long matches
+        token = max(matches, key=re.Match.end)[1] if matches else ""  # `max` takes the first of equally long matches
         position += len(token)
         if token < _FIRST_DROPPED and (printed := _print_form(token)) not in _DROPPED:
             tokens.append(printed)
@@ -269,7 +270,7 @@ def _print_form(token: str) -> str:
         return "..." if len(token) > 2 else token
     if len(token) == 2 and _QUOTES.issuperset(token):  # nested quotes
         return "".join(_PRINT_FORMS.get(character, character) for character in token)
-    if len(token) > 1:  # phone numbers and emoticons contain brackets; spaces inside a token become no-break spaces
+    if len(token) > 1:  # PTB prints brackets inside a token in Treebank form, and spaces as no-break spaces
         token = token.replace("(", "-lrb-").replace(")", "-rrb-").replace(" ", "\u00a0").replace("\u00ad", "")
         if re.fullmatch("[’\u0092](?i:[msd]|ll|re|ve)|[nN][’\u0092][tT]", token):
             token = token.replace("’", "'").replace("\u0092", "'")
@@ -277,19 +278,19 @@ def _print_form(token: str) -> str:
 
 
 def metric_words(caption: str, language: str) -> list[str]:
-    """The words of one raw caption."""
+    """The words of one raw caption, on which metrics are computed."""
     return tokenize(caption) if language == ENGLISH else TOKENIZERS[metric_tokenizer(language)].split(caption)
 
 
 def words_of_all(captions: Sequence[str], language: str) -> list[list[str]]:
-    """The words of raw captions. PTB reads them as the lines of one file, as pycocoevalcap does."""
+    """The words of each raw caption. English captions are read as the lines of one file (`tokenize_all`)."""
     if language == ENGLISH:
         return tokenize_all(captions)
     return [metric_words(caption, language) for caption in captions]
 
 
 def words_signature(language: str) -> str:
-    """The part of a score's signature that names the tokenizer and, except for English, the language."""
+    """The part of a score's signature that names the tokenizer, and the language if it is not English."""
     if language == ENGLISH:
         return f"tok:{SIGNATURE}"
     return f"tok:{metric_tokenizer(language)}-{VERSION}|lang:{language}"
@@ -298,12 +299,12 @@ def words_signature(language: str) -> str:
 def caption_stats(
     captions: Sequence[Sequence[str]], language: str = ENGLISH, training_captions: Iterable[str] | None = None
 ) -> Values:
-    """Shares (0 to 1) and counts over tokenized captions.
+    """Statistics of tokenized captions: shares (0 to 1) of the captions, and counts.
 
-    empty: share of captions without a word. broken_endings: share whose last word needs another word after it; None for
-    other languages than English. doubled_words: share in which a word is followed by itself. repeated_ngrams: for each
-    n, the share that contains an n-gram twice. mean_length: in words. seen_in_training: share that equals one of the
-    raw `training_captions` word for word, if these are given.
+    empty: the share without a word. broken_endings: the share whose last word needs another word after it, or None if
+    the language is not English. doubled_words: the share in which a word is followed by itself. repeated_ngrams: {n:
+    the share that contains an n-gram twice}. mean_length: in words. distinct_words: the number of different words.
+    seen_in_training: the share that equals one of the raw `training_captions` word for word, if these are given.
     """
     total = max(len(captions), 1)
     stats: Values = {
@@ -325,6 +326,6 @@ def caption_stats(
 
 
 def _repeats(tokens: Sequence[str], order: int) -> bool:
-    """Whether some n-gram of `order` words occurs twice."""
+    """True if some n-gram of `order` words occurs twice."""
     ngrams = [tuple(tokens[start : start + order]) for start in range(len(tokens) - order + 1)]
     return len(set(ngrams)) < len(ngrams)
