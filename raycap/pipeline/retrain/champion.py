@@ -1,20 +1,19 @@
 """Stores the champion of a configuration: champion.json, the files that it references, and the lease.
 
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
-                                        (replaced by conditional writes)
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
                  decisions/NUMBER-tTOKEN.json, .html   one record and one page per decision
                  snapshots/tTOKEN.parquet              listing of the data folder (`list_data`)
                  held-out/tTOKEN.parquet               the fixed held-out split (`find_held_out`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
-Every file name except the first two contains the token of the lease under which the file was written. Each file is
-written before champion.json references it. Tokens grow, so a file with a larger token than the last decision belongs to
-no decision: its writer was killed or has lost the lease. The next lease holder deletes such a file. If champion.json is
-missing, nothing is deleted, because the files may belong to decisions that champion.json recorded.
+Conditional writes replace champion.json, after all files that it references have been written. Every file name except
+the first two contains the token of the lease under which the file was written. Tokens grow, so a file with a larger
+token than the last decision belongs to no decision: its writer was killed or has lost the lease. The next lease holder
+deletes such a file. If champion.json is missing, nothing is deleted, because the files may belong to lost decisions.
 
-A listing is an Arrow table with the URI, size and tag (on S3 the ETag) of each file, about 150 bytes per file. Making a
-listing is fast, because no file is read.
+A listing is an Arrow table with the URI, size and tag (on S3 the ETag) of each file, about 150 bytes per file. No file
+is read for it, so a large folder is listed quickly.
 
 Models are compared on the held-out split. The first retraining fixes its images and references. Images are identified
 by their content, so their files may be moved or renamed.
@@ -52,7 +51,7 @@ POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
 # A listing has a row for each file, whose key is null, and a row for each image, in which only the key is not null.
 LISTING = ENTRIES.append(pa.field("key", pa.string()))
-TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # for `match` on relative names
+TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # matches a relative name
 
 
 # A path inside its folder. Strangers may have written champion.json, so any other text raises UserError.
@@ -207,7 +206,7 @@ class ChampionStore:
         return Decision.model_validate_json((self.folder / name).read_bytes())
 
     def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
-        """{file: token} of files with larger tokens than the last decision. Lists two folders of the storage."""
+        """{file: token} of files that belong to no decision, by their tokens. Lists two folders of the storage."""
         folders = (self.folder, self.storage / f"models/{self.name}")
         found = {folder / name: TOKEN.match(name) for folder in folders for name in folder.list()}
         tokens = {path: int(match[1]) for path, match in found.items() if match}

@@ -210,7 +210,7 @@ def refuse(_: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers |= error.headers or {}
-        allowed = headers.get("Allow", "another method")  # Starlette names the path's methods
+        allowed = headers.get("Allow", "another method")  # Starlette names the methods there
         sentences = {404: "there is no such path", 405: f"this path answers {allowed} only"}
         error = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
     assert isinstance(error, RefusedError)
@@ -219,7 +219,7 @@ def refuse(_: Request, error: Exception) -> Response:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status in (408, 413):
-        headers["Connection"] = "close"  # close, because the rest of the body is not read
+        headers["Connection"] = "close"  # closed, because the rest of the body is not read
     return JSONResponse({"error": str(error)}, error.status, headers)
 
 
@@ -228,7 +228,7 @@ def _entry(model: str, made: Made) -> ModelEntry:
 
 
 def content_security_policy(html: str) -> str:
-    """The header's value that allows only the page's own style and script, chosen images and requests to the server."""
+    """A policy that allows only the page's own style and script, images of the user, and requests to this server."""
     digests = {}
     for tag in ("style", "script"):
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

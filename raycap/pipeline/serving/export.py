@@ -110,7 +110,7 @@ def write_graph(
     for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # hides their logs of progress
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about the names of dimensions
+        warnings.simplefilter("ignore")  # hides warnings about the names of dimensions
         try:
             program = torch.onnx.export(
                 graph,

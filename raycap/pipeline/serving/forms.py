@@ -40,7 +40,7 @@ Form = TypeVar("Form", bound=RequestForm)
 
 
 class CaptionForm(RequestForm):
-    """The body of POST /caption. The model's own values are used for those that are not given."""
+    """The body of POST /caption. If a field is not given, the model's own value is used."""
 
     beam_size: int | None = Field(None, ge=1)
     num_results: int = Field(1, ge=1, description="Captions per image.")
@@ -70,7 +70,7 @@ class CaptionEntry(RankedEntry):
 
 
 class ModelEntry(BaseModel):
-    """The model that made an answer. bundle: the name of its bundle. digest: of its weights."""
+    """The model that made an answer. bundle: the name of its bundle. digest: 16 digits of its weights' SHA-256."""
 
     name: str
     bundle: str
@@ -83,7 +83,7 @@ class CaptionAnswer(BaseModel):
 
 
 class ExplainAnswer(BaseModel):
-    """Where the model looked. grid: rows and columns of image tokens. attention: for each word a number per token."""
+    """The model's attention. grid: rows and columns of image tokens. attention: one number per word and image token."""
 
     model: ModelEntry
     caption: str

@@ -68,7 +68,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Search:
-    """The search that a request asks for. If a value is None, the model's default is used."""
+    """The search of a request. If a value is None, the model's default is used. Equal searches share a batch."""
 
     beam_size: int | None = None
     num_results: int = 1

@@ -65,9 +65,8 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
 def server_token(host: str | None, insecure: bool) -> str | None:
     """The token in the variable RAYCAP_SERVE_TOKEN, or None if the variable is not set.
 
-    host: the host on which the server listens, or None in a cluster. Raises UserError if the token is too short or has
-    other characters than visible ASCII. Raises UserError also if there is no token, other machines can reach the
-    server, and `insecure` is false.
+    host: the host on which the server listens, or None in a cluster. Raises UserError if the token is not valid. Raises
+    UserError also if there is no token, other machines can reach the server, and `insecure` is false.
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if token is not None and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):

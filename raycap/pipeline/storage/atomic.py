@@ -28,7 +28,7 @@ from raycap.pipeline.errors import DamagedError, UserError
 
 @contextmanager
 def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path; the file written to it replaces `path` when the block ends.
+    """Yields a temporary path. When the block ends, the file at the temporary path replaces `path`.
 
     Makes the folders above `path`. After an error `path` is unchanged, and the temporary file is removed.
     """
@@ -152,7 +152,7 @@ def _flush(path: Path) -> None:
 def require_writable(name: str, folder: Path) -> None:
     """Raises UserError if no file can be created in a folder. name: the key or option that sets the folder."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # permissions alone mislead, as in /proc
+        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # permission bits can be wrong, as in /proc
             pass
     except OSError as error:
         raise UserError(

@@ -27,8 +27,7 @@ from raycap.pipeline.storage.digests import has_digest
 from raycap.pipeline.storage.path import StoragePath, cache_folder
 from raycap.pipeline.storage.s3 import StorageError
 
-# The variable with the size of the cache's volume in GiB. An emptyDir of Kubernetes needs this variable, because the
-# system reports the size of the whole disk.
+# The variable with the cache volume's size in GiB, because an emptyDir of Kubernetes reports the whole disk's size.
 SIZE_VARIABLE = "RAYCAP_CACHE_GIB"
 CACHE_SHARE = 0.5  # of the usable space, as the default limit
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 10 * 2**30  # a tenth of the disk stays free, but at most 10 GiB
@@ -102,7 +101,7 @@ class ShardCache:
             return path
         with file_lock(self.folder / f"{sha256[0]}.lock"):  # one of 16 locks, so that few downloads must wait
             if not _use(path, sha256):  # another process may have added the file while this one waited
-                path.unlink(missing_ok=True)  # a damaged copy
+                path.unlink(missing_ok=True)  # removes a damaged copy
                 if size > min(self.limit, free_bytes(self.folder) + used_bytes(self.folder)):
                     return None
                 return path if self.add(path, _fetch(source, sha256)) else None
@@ -155,12 +154,12 @@ class ImageCache:
         if not _DIGEST.fullmatch(sha256):
             return None
         path = self._path(sha256)
-        with suppress(FileNotFoundError):  # not cached, or removed by another process to free space
+        with suppress(FileNotFoundError):  # the image is not cached, or another process has removed it to free space
             _touch(path)
             data = path.read_bytes()
             if hashlib.sha256(data).hexdigest() == sha256:
                 return data
-            path.unlink()  # a damaged copy
+            path.unlink()  # removes a damaged copy
         return None
 
     def add(self, sha256: str, data: bytes) -> None:
@@ -207,7 +206,7 @@ def _use(path: Path, sha256: str) -> bool:
 
 
 def _touch(path: Path) -> None:
-    """Marks a file as used now by its access time. Its modification time stays, because `has_digest` depends on it."""
+    """Sets the access time of a file to now. The modification time stays, because the marks of digests contain it."""
     os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 

@@ -90,7 +90,7 @@ class Mirror:
         with self._record() as record:
             files = self._local_files(under)
             tags = {name: entry.tag for name, entry in self._listed(under).items()}
-            known_tags = {name: tag for name, (tag, _) in record.items()}  # as of the last transfer
+            known_tags = {name: tag for name, (tag, _) in record.items()}  # the tags at the last transfer
             removed = [name for name, tag in tags.items() if name not in files and known_tags.get(name) == tag]
             changed = [name for name, state in files.items() if record.get(name) != [tags.get(name), state]]
             _transfer(self._send, [name for name in changed if not _is_marker(name)], record)

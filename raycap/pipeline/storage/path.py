@@ -25,7 +25,7 @@ from raycap.pipeline.storage.untrusted.documents import RangedFile, open_regular
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 PRIVATE = stat.S_IRWXU  # the permissions of the cache's folder: only its user may enter
-REMOTE_BUFFER_BYTES = 2**18  # read per request from S3, which takes about as long as the request itself
+REMOTE_BUFFER_BYTES = 2**18  # per request to S3, because smaller requests would hardly be faster
 MAX_TAGGED_BYTES = 2**24  # limit for files read with tags: leases and champion.json, which are much smaller
 
 

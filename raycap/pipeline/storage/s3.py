@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-LOGGED_AFTER = 5  # a request is logged after so many failures, about 15 s
+LOGGED_AFTER = 5  # a request that fails more often is logged, after about 15 s
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
 PARTS_AT_A_TIME = 4
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
     size: int  # in bytes
     tag: str  # on disk the modification time in ns, on S3 the ETag
-    modified: float = 0.0  # Unix seconds; on S3 0 outside of listings
+    modified: float = 0.0  # Unix seconds, or 0 if unknown, as on S3 outside of listings
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class S3Object:
         from botocore.exceptions import ClientError
 
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        # Statuses of a write that is too late. If a tag is given, the object may also have been removed.
+        # A write is too late if the object was replaced or, where a tag is given, removed.
         refusals = {HTTPStatus.PRECONDITION_FAILED} | ({HTTPStatus.NOT_FOUND} if tag is not None else set())
         with self._errors_translated():
             for is_last in _attempts():
@@ -260,7 +260,7 @@ def _status(error: Any) -> int:
 def _client(options: StorageOptions, pid: int) -> Any:
     """The boto3 client for these options, shared by all threads of a process.
 
-    pid: the process. A forked process thus creates its own client, because it must not use its parent's sockets.
+    pid: the process. A forked process thus creates its own client, because a fork must not use its parent's sockets.
     """
     import boto3
     from botocore.config import Config
@@ -285,7 +285,7 @@ def _client(options: StorageOptions, pid: int) -> Any:
 def _log_failure(
     attempts: int, operation: Any, request_dict: Any, caught_exception: Any, response: Any, **_: Any
 ) -> None:
-    """Logs a request that has failed more than LOGGED_AFTER times. botocore calls this function after each answer."""
+    """Logs a request that has failed more than LOGGED_AFTER times. botocore calls this function after each attempt."""
     status = 0 if response is None else response[0].status_code
     if attempts > LOGGED_AFTER and (caught_exception or status >= HTTPStatus.INTERNAL_SERVER_ERROR):
         reason = " ".join(str(caught_exception or status).split())

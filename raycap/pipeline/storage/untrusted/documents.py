@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT_BYTES = 2**30
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this length, so longer texts are refused
-MAX_YAML_NUMBER = 1000  # characters; limited, because YAML's numbers in base 60 can become very large
+MAX_YAML_NUMBER = 1000  # characters of a number; limited, because numbers in base 60 can become very large
 MAX_YAML_NODES = 100_000  # an alias counts as a copy of what it names
 MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values; an alias counts as a copy
 MAX_YAML_DEPTH = 50
@@ -38,7 +38,7 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_document(path: Path) -> bytes:
-    """The content of a file of text, JSON or a table, at most MAX_DOCUMENT_BYTES. Raises OSError otherwise."""
+    """The content of a file of text, JSON or a table, at most MAX_DOCUMENT_BYTES. May raise OSError."""
     return read_regular_file(path, MAX_DOCUMENT_BYTES)
 
 
@@ -259,7 +259,7 @@ def gunzip(data: bytes, name: str) -> bytes:
                 raise UserError(f"{name} decompresses to more than {limit} bytes; unpack it if it is what you expect")
             if not member.eof:
                 raise EOFError("it ends too early")
-            data = member.unused_data.lstrip(b"\0")  # without padding
+            data = member.unused_data.lstrip(b"\0")  # without padding of zeros
     except (zlib.error, EOFError) as error:
         raise UserError(f"{name} is not a whole gzip file: {one_line(error)}") from error
     return b"".join(parts)

@@ -25,7 +25,7 @@ from raycap.models.config import Values
 from raycap.pipeline.storage.untrusted.documents import RangedFile
 
 MAX_MEMORY = 4 * 2**30  # bytes of address space
-MAX_CPU_S = 120  # per task
+MAX_CPU_S = 120  # seconds of CPU time per task
 MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than images
 MIN_LIMIT_BYTES = 64 * 2**20  # every file may decompress to this size
 MIN_LIMIT_VALUES = 1_000_000  # every file may have so many rows, and a larger file one row per byte
@@ -88,7 +88,7 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
         raise ValueError(f"it has {metadata.num_rows} rows in {source.size} bytes; the limit is {limit}")
     file = pq.ParquetFile(source, read_dictionary=[leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"])
     limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
-    for group in range(len(groups)):  # one at a time, as Arrow cannot join nested dictionaries of two
+    for group in range(len(groups)):  # one by one, because Arrow cannot join nested dictionaries of two groups
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
             left -= sum(map(decoded_bytes, batch.columns))
             if left < 0:
