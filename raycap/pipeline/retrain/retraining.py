@@ -245,7 +245,7 @@ class Retraining:
         return Scores(ours, theirs, difference)
 
     def _decide(self, data: NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: Scores) -> int:
-        """Writes all files that the decision references, and then champion.json. Returns the exit code."""
+        """Writes the files that the decision references. Then champion.json makes the decision effective."""
         state, store, token = self.state, self.store, f"t{self.lease.token:06d}"
         verdict, reason = self._verdict(scores)
         is_better = verdict != "kept"
@@ -292,7 +292,7 @@ class Retraining:
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
     def _commit(self, fields: Values, changes: Values, images: Callable[[], list[ReportImage]] = list) -> int:
-        """Writes a decision's files, then champion.json; returns the exit code.
+        """Writes the files of a decision, and then champion.json. Returns the exit code.
 
         fields: fields of `Decision` besides those that are set here. changes: the fields of champion.json that change.
         images: makes the images of the decision's page. If `images` fails, the page is not written.

@@ -182,7 +182,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def index() -> Response:
-        """The page. It needs no token, because it contains no data of the server."""
+        """The page, for which no token is needed, because the page contains no data of the server."""
         return HTMLResponse(html, headers=page_headers)
 
     closed: Values = {

@@ -55,9 +55,9 @@ class Mirror:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
         only: the names of the files to copy, by default all. check: called with the outdated files before they are
-        downloaded. It may raise an error. Hidden files and checkpoints without a marker are not copied. If the folder's
-        writer removes files meanwhile, the folder is listed again. Raises StorageError if S3 fails or if files are
-        removed in every attempt, and UserError if the name of an object leads out of the copy.
+        downloaded, and may raise an error. Hidden files and checkpoints without a marker are not copied. If the
+        folder's writer removes files meanwhile, the folder is listed again. Raises StorageError if S3 fails or if files
+        are removed in every attempt, and UserError if the name of an object leads out of the copy.
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
@@ -85,7 +85,7 @@ class Mirror:
         """Makes S3 below `under` equal to the copy.
 
         Removes only objects that this copy has pushed or pulled, so that newer objects of other writers remain.
-        check_may_write: called before markers are uploaded and objects are removed. It may raise an error.
+        check_may_write: called before markers are uploaded and objects are removed, and may raise an error.
         """
         with self._record() as record:
             files = self._local_files(under)

@@ -1,8 +1,8 @@
 """Reads, writes and lists objects on S3. No other module imports boto3.
 
 botocore repeats requests that fail (its mode "legacy", with more attempts), and boto3's transfer manager moves large
-objects in parts. This module also repeats reads whose body was cut, and recognizes a successful conditional write whose
-answer was lost.
+objects in parts. This module also repeats reads whose body was cut. If the answer to a conditional write was lost, it
+compares the stored content to see whether the write succeeded.
 """
 
 from __future__ import annotations
