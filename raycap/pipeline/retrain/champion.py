@@ -1,4 +1,4 @@
-"""The champion of a configuration: a small file, which conditional writes replace, and the files that it references.
+"""Stores the champion of a configuration: champion.json, the files that it references, and the lease.
 
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
@@ -7,16 +7,16 @@
                  held-out/tTOKEN.parquet               the fixed held-out split (`find_held_out`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
 
-The name of every file except the first two contains the token of the lease under which it was written. Such a file is
-written before champion.json references it. Tokens grow, so a file with a larger token than the last decision belongs to
-no decision: its writer was killed or has lost the lease. The next lease holder deletes it. When champion.json itself is
-absent, nothing is deleted, because the files may belong to decisions that it recorded.
+Conditional writes replace champion.json, after all files that it references have been written. Every file name except
+the first two contains the token of the lease under which the file was written. Tokens grow, so a file with a larger
+token than the last decision belongs to no decision: its writer was killed or has lost the lease. The next lease holder
+deletes such a file. If champion.json is missing, nothing is deleted, because the files may belong to lost decisions.
 
-A listing has the URI, size and tag of each file (on S3 the ETag), so that no file is read for it. It is an Arrow table
-of about 150 bytes per file.
+A listing is an Arrow table with the URI, size and tag (on S3 the ETag) of each file, about 150 bytes per file. No file
+is read for it, so a large folder is listed quickly.
 
 Models are compared on the held-out split. The first retraining fixes its images and references. Images are identified
-by their content, so that a file may be moved or renamed.
+by their content, so their files may be moved or renamed.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ logger = logging.getLogger(__name__)
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
-# A listing has a row for each file without a content key, and a row for each image with nothing but its content key.
+# A listing has a row for each file, whose key is null, and a row for each image, in which only the key is not null.
 LISTING = ENTRIES.append(pa.field("key", pa.string()))
-TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # at the start of a relative name
+TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # matches a relative name
 
 
-# A relative path. Others may have written the file, so any other text raises UserError.
+# A path inside its folder. Strangers may have written champion.json, so any other text raises UserError.
 Name = Annotated[str, AfterValidator(lambda name: relative_name(name, POINTER))]
 
 
 class BundleRecord(Section):
-    """A model bundle: its folder in the storage, the sha256 of each file, and the run that produced it."""
+    """A model bundle: its folder in the storage, the SHA-256 of each file, and the run that produced the bundle."""
 
     bundle: Name
     files: dict[Name, str]
@@ -67,7 +67,7 @@ class BundleRecord(Section):
 
 
 class Change(Section):
-    """The numbers of files that differ between two listings."""
+    """The numbers of added, changed and missing files between two listings."""
 
     added: int
     changed: int
@@ -88,7 +88,7 @@ class DataRecord(Section):
 
 
 class Decision(Section):
-    """The content of a file below decisions/. For a rollback the fields from `data` on are not set."""
+    """The content of a JSON file in decisions/. A rollback leaves the fields from `data` on at their defaults."""
 
     name: str
     number: int
@@ -100,7 +100,7 @@ class Decision(Section):
     champion_before: BundleRecord | None
     snapshot: Name
     previous: Name | None  # the file of the previous decision
-    run: str  # the run whose model was compared, or replaced by a rollback
+    run: str  # the run of the challenger, or of the champion that a rollback replaced
     data: DataRecord | None = None
     held_out: Name | None = None  # the file of the held-out split
     num_compared: int | None = None  # images of the held-out split that still exist
@@ -109,9 +109,9 @@ class Decision(Section):
 
 
 class ChampionState(Section):
-    """The content of champion.json. `before` lists the champions that rollbacks can restore, the newest last."""
+    """The content of champion.json. before: the former champions, which rollbacks can restore, newest last."""
 
-    token: int = 0  # the last writer's token; a writer with a smaller token is refused
+    token: int = 0  # the last writer's token; writers with smaller tokens are refused
     nonce: str = ""  # random, so that two writes never give the file the same tag
     number: int = 0  # the number of the last decision
     decided: int = 0  # the token of the last decision; files with larger tokens belong to no decision
@@ -129,16 +129,16 @@ class ChampionState(Section):
 
 
 class ChampionStore:
-    """Reads and writes champion.json and the files it references, for one configuration name in one storage."""
+    """Reads and writes champion.json and the files that it references, for one configuration in one storage."""
 
     def __init__(self, storage: StoragePath, name: str) -> None:
         self.storage, self.name = storage, name
         self.folder = storage / f"retrain/{name}"
-        # The tag of champion.json as it was last read or written. Only this version may be replaced.
+        # The tag of champion.json when it was last read or written. A write replaces only this version.
         self._tag: str | None = None
 
     def read(self) -> ChampionState:
-        """The current state, which is empty before the first retraining. Raises UserError for an invalid file."""
+        """The content of champion.json, or an empty state if the file is missing. Raises UserError if it is invalid."""
         try:
             data, self._tag = (self.folder / POINTER).read_tagged()
         except FileNotFoundError:
@@ -157,7 +157,7 @@ class ChampionStore:
     def fence(self, lease: Lease) -> ChampionState:
         """Writes the lease's token into champion.json, so that no process with a smaller token can commit.
 
-        If champion.json is absent, all other files count as decided, so that none of them is ever deleted. Raises
+        If champion.json is missing, all earlier tokens count as decided, so that no existing file is deleted. Raises
         LostLeaseError if champion.json has a larger token.
         """
         while True:
@@ -171,7 +171,7 @@ class ChampionStore:
                 continue
 
     def commit(self, state: ChampionState, lease: Lease) -> None:
-        """Replaces the state that `fence` returned; LostLeaseError when another process has written after it."""
+        """Replaces the state that `fence` wrote. Raises LostLeaseError if another process has replaced it."""
         lease.check()
         try:
             self._write(state)
@@ -179,19 +179,19 @@ class ChampionStore:
             raise LostLeaseError(f"{self.folder / POINTER} has been written since; nothing was changed") from error
 
     def _write(self, state: ChampionState) -> ChampionState:
-        """Writes champion.json; ConflictError when it is not the version that was last read."""
+        """Writes champion.json. Raises ConflictError if the stored version is not the one that was last read."""
         state = state.model_copy(update={"nonce": uuid.uuid4().hex})
         self._tag = (self.folder / POINTER).write_if(state.model_dump_json(indent=1).encode(), self._tag)
         return state
 
     def write_file(self, name: str, data: bytes, lease: Lease) -> str:
-        """Writes a file below retrain/NAME and returns its name, which must contain the lease's token."""
+        """Writes a file below retrain/NAME. Returns `name`, which must contain the lease's token."""
         lease.check()
         (self.folder / name).write_bytes(data)
         return name
 
     def copy_bundle(self, folder: Path, record: BundleRecord, lease: Lease) -> BundleRecord:
-        """Copies a local bundle to the champion's folder. Raises OSError when a file does not have its digest."""
+        """Copies a local bundle to a champion's folder. Returns the new record. Raises OSError if a digest differs."""
         target = f"models/{self.name}/champion-t{lease.token:06d}"
         for name, digest in record.files.items():
             data = (folder / name).read_bytes()
@@ -202,18 +202,18 @@ class ChampionStore:
         return record.model_copy(update={"bundle": target})
 
     def decision(self, name: str) -> Decision:
-        """The decision in the file of this name."""
+        """Reads the decision in the file `name`."""
         return Decision.model_validate_json((self.folder / name).read_bytes())
 
     def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
-        """{file: token} of the files of lease holders after the last decision. It lists two folders of the storage."""
+        """{file: token} of files that belong to no decision, by their tokens. Lists two folders of the storage."""
         folders = (self.folder, self.storage / f"models/{self.name}")
         found = {folder / name: TOKEN.match(name) for folder in folders for name in folder.list()}
         tokens = {path: int(match[1]) for path, match in found.items() if match}
         return {path: token for path, token in tokens.items() if token > state.decided}
 
     def remove_orphans(self, state: ChampionState, lease: Lease) -> None:
-        """Deletes the orphans of earlier lease holders."""
+        """Deletes the files that earlier lease holders wrote and that belong to no decision."""
         for path, token in self.orphans(state).items():
             if token < lease.token:
                 lease.check()
@@ -221,30 +221,30 @@ class ChampionStore:
 
 
 def list_data(config: RunConfig, root: str) -> pa.Table:
-    """The listing of the data root and of remote image folders outside of it, without content keys.
+    """The listing of all files in the data root and in remote image folders outside of it. All keys are null.
 
-    Hidden files and raycap's results are not listed.
+    Hidden files and raycap's results are left out.
     """
     rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in _list_files(config, root)]
     return pa.Table.from_pylist(rows, LISTING)
 
 
 def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
-    """Yields the files of a listing with their URIs."""
+    """Yields the URI and the entry of each file of a listing."""
     image_folders = {config.data.images, *(source.images for source in config.data.sources)}
     inside, results = f"{root.rstrip('/')}/", f"{config.storage_place.uri.rstrip('/')}/"
     outside = [each for each in sorted(image_folders) if is_remote(each) and not f"{each}/".startswith(inside)]
     for prefix in [root, *outside]:
         for name, entry in StoragePath(prefix, config.storage.options).walk():
             uri, is_hidden = join(prefix, name), "/." in f"/{name}"
-            # Synthetic images are data, although they are in the folder of the results.
+            # Synthetic images are data, so they are listed, although they are in the folder of the results.
             is_result = uri.startswith(results) and config.data.synthetic is None
             if not is_hidden and not is_result:
                 yield uri, entry
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
-    """The numbers of files that differ from the previous listing. Without a previous listing, every file is new."""
+    """Counts the files that differ from the previous listing. If that is None, every file is new."""
     if before is None:
         return Change(added=now.num_rows, changed=0, gone=0)
     before = before.filter(pc.is_valid(before["size"]))  # without the rows of content keys
@@ -257,7 +257,7 @@ def compare(now: pa.Table, before: pa.Table | None) -> Change:
 
 
 def with_keys(listing: pa.Table, dataset: Dataset) -> pa.Table:
-    """The listing and the content keys of the data set, by which a later retraining recognizes images."""
+    """Adds the data set's content keys to a listing, so that a later retraining recognizes the images."""
     nulls = [pa.nulls(len(dataset), field.type) for field in ENTRIES]
     return pa.concat_tables([listing, pa.table([*nulls, dataset.table["key"]], LISTING)])
 
@@ -271,20 +271,20 @@ def new_keys(dataset: Dataset, before: pa.Table | None) -> int:
 
 def _count(mask: pa.ChunkedArray) -> int:
     """The number of true values."""
-    return int(pc.sum(mask).as_py() or 0)  # the sum over no rows is None
+    return int(pc.sum(mask).as_py() or 0)  # the sum of no rows is None
 
 
 class HeldOut(NamedTuple):
-    """The fixed split."""
+    """The fixed held-out split."""
 
-    file: bytes  # as a Parquet file
+    file: bytes  # the content of its Parquet file
     part: Dataset  # its images that still exist, with their current locations
 
 
 def held_out_split(config: RunConfig) -> str:
     """The name of the held-out split: retrain.split, else the first test split, else the validation split.
 
-    Raises UserError if training uses it.
+    Raises UserError if the split is in data.train_splits.
     """
     name = config.retrain.split or next(iter(config.data.test_splits), config.data.val_split)
     if name in config.data.train_splits:
@@ -293,10 +293,10 @@ def held_out_split(config: RunConfig) -> str:
 
 
 def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> HeldOut:
-    """Finds the images of the fixed split in `file`, or chooses the split if that is None. Logs how many are gone.
+    """Finds the images of the fixed held-out split in the present data. Logs how many are gone.
 
-    Ids and references are those of the file. Raises UserError if there are fewer than two images, or if the present
-    data trains on some of them.
+    file: the content of the split's Parquet file, with its ids and references. If it is None, the split is chosen now.
+    Raises UserError if fewer than two images remain, or if training or validation uses some of them.
     """
     name, current, data = held_out_split(config), dataset.readable(), config.data
     if file is None:

@@ -1,14 +1,15 @@
-"""Retraining in five steps: lease, new data, training, comparison, decision. Calls may overlap.
+"""Retrains a model in five steps: lease, new data, training, comparison, decision.
 
-Nothing changes before the last write of the fifth step (`ChampionStore.commit`). If a process is killed earlier, the
-next call deletes its files, resumes its training run and repeats the other steps. Every write needs the lease's token,
-so a process that was suspended until another one took the lease cannot write after it continues.
+Several processes may call `retrain` at once, because the lease lets only one of them work. The champion changes with
+the last write of the fifth step (`ChampionStore.commit`). If a process is killed earlier, the next call deletes its
+files, resumes its training run and repeats the other steps. Every write needs the lease's token, so a suspended process
+that has lost the lease cannot write when it continues.
 
-The data folder is listed once, in the second step, and the listing is passed to the later steps. Files that are added
-later are new data for the next call.
+The data folder is listed once, in the second step, and the later steps use this listing. Files that are added later are
+new data for the next call.
 
-A decision has an HTML page. In the tracker, the alias `champion` of the registered model marks the champion. Every call
-sets it, so that a call after an outage corrects it.
+Each decision has an HTML page. In the tracker, the registered model has the alias `champion` at the champion's version.
+Every call sets the alias, so that a call after an outage corrects it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FINDINGS_SHOWN = 5
 HELD_OUT = "held out"  # the name of the split on which models are compared
-ALIAS = "champion"  # of the champion's version in the tracker
+ALIAS = "champion"  # the tracker's alias for the champion's version
 FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.reading.find_data`
 
 
@@ -76,14 +77,14 @@ class Work(Protocol):
     """The steps of a retraining that run on a cluster."""
 
     def train(self, config: RunConfig, data: FoundData) -> Trained:
-        """Trains a model of this configuration on the data, or resumes its run if that exists."""
+        """Trains a model of this configuration on the data. If a run of it exists, resumes that run."""
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
-        """CIDEr-D of a bundle on the held-out images. files: the sha256 that each file of the bundle must have."""
+        """Captions and scores the images `part` with a bundle. files: the SHA-256 of each file of the bundle."""
 
 
 class Scores(NamedTuple):
-    """Captions and CIDEr-D of both models on the same images. The last two are None if there is no champion."""
+    """Captions and CIDEr-D of both models on the same images. If there is no champion, only the challenger's."""
 
     challenger: SplitScores
     champion: SplitScores | None
@@ -91,7 +92,7 @@ class Scores(NamedTuple):
 
 
 class NewData(NamedTuple):
-    """The result of the second step."""
+    """The result of the second step: the data set, its listing and its numbers."""
 
     found: FoundData
     snapshot: pa.Table  # the listing with content keys
@@ -99,7 +100,7 @@ class NewData(NamedTuple):
 
 
 def retrain(config: RunConfig, work: Work) -> int:
-    """Trains a model if there are new data, and makes it the champion if it is better than the present one.
+    """Trains a model if there is new data, and makes it the champion if it is better than the present champion.
 
     Returns 0, or 1 for bad data or a lost lease. Raises UserError for errors in the configuration.
     """
@@ -108,7 +109,7 @@ def retrain(config: RunConfig, work: Work) -> int:
 
 
 def rollback(config: RunConfig) -> int:
-    """Restores the previous champion, and returns the exit code. A running retraining loses its lease."""
+    """Restores the previous champion and returns the exit code. Takes the lease, which stops a running retraining."""
     if not ChampionStore(config.storage_place, config.name).read().before:
         raise UserError(f"--rollback: {config.name} has no earlier champion in {config.storage.uri}; nothing changed")
     return _act_under_lease(config, Retraining.roll_back, by_force=True)
@@ -117,12 +118,12 @@ def rollback(config: RunConfig) -> int:
 def _act_under_lease(config: RunConfig, act: Callable[[Retraining], int], *, by_force: bool = False) -> int:
     """Takes the lease, calls `act` and returns its exit code.
 
-    If another process has the lease, returns 0 without a call. If the lease is lost during the call, returns 1. Raises
-    StorageError if the storage has no conditional writes.
+    If another process has the lease, returns 0 without calling `act`. If the lease is lost during the call, returns 1.
+    Raises StorageError if the storage does not support conditional writes.
     """
     store = ChampionStore(config.storage_place, config.name)
     path, seconds = store.folder / LEASE, config.retrain.lease_seconds
-    if path.is_remote:  # some servers ignore conditions and would give the lease to two processes
+    if path.is_remote:  # a server that ignores conditions would give the lease to two processes
         try_rights(store.folder)
     # A new token must be larger than every earlier one, even after lease.json or champion.json was deleted.
     state = store.read()
@@ -149,7 +150,7 @@ class Retraining:
         store.remove_orphans(self.state, lease)
 
     def execute(self, work: Work) -> int:
-        """Steps 2 to 5 of a retraining; returns the exit code."""
+        """Performs steps 2 to 5 of a retraining. Returns the exit code."""
         try:
             data = self._new_data()
             if isinstance(data, int):
@@ -173,9 +174,9 @@ class Retraining:
         return self._decide(data, held, trained.bundle, challenger, scores)
 
     def _new_data(self) -> NewData | int:
-        """The present data and how they differ from those of the last decision.
+        """Finds and checks the present data, and compares it with the data of the last decision.
 
-        Returns the exit code of the retraining if it ends here, because nothing is new or the data has errors.
+        If nothing is new or the data has errors, returns the exit code instead, because the retraining ends.
         """
         config, root, stored = self.config, data_root(self.config), self.state.snapshot
         listing, before = list_data(config, root), None
@@ -185,7 +186,7 @@ class Retraining:
         logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
         if before is not None and not change.added and not change.changed:
             return self._nothing_new(change)
-        # The images in the previous listing need no check, because the retraining that wrote it has checked them.
+        # Images in the previous listing need no check, because the retraining that wrote the listing checked them.
         known = None if before is None else before["key"].drop_null()
         findings = check_data(config, known, listing.select(ENTRIES.names))
         errors = [finding for finding in findings.findings if finding.kind == "error"]
@@ -205,13 +206,13 @@ class Retraining:
         return NewData((dataset, unreadable), with_keys(listing, usable), record)
 
     def _nothing_new(self, change: Change) -> int:
-        """Ends a retraining that has no new data. It sets the tracker's alias, which an outage may have prevented."""
+        """Logs that no data is new, and returns 0. Sets the tracker's alias, in case an outage prevented it before."""
         logger.info(f"nothing new since decision {self.state.number} (files: {change}); the champion stays")
         update_tracker(self.config, self.state)
         return 0
 
     def _train(self, work: Work, data: FoundData) -> Trained:
-        """Trains from the champion's weights, or from scratch without a champion."""
+        """Trains from the champion's weights, or from scratch if there is no champion."""
         config, champion = self.config, self.state.champion
         if champion is None:
             logger.info("step 3/5  training: there is no champion yet, the first model becomes it")
@@ -221,7 +222,7 @@ class Retraining:
         return work.train(config.model_copy(update={"init_from": bundle.uri}), data)
 
     def _compare(self, work: Work, challenger: BundleRecord, part: Dataset) -> Scores:
-        """Scores both models on the held-out images. Raises OSError when they captioned different images."""
+        """Scores both models on the held-out images. Raises OSError if they captioned different images or none."""
         config = self.config
 
         def score(bundle: BundleRecord) -> SplitScores:
@@ -244,7 +245,7 @@ class Retraining:
         return Scores(ours, theirs, difference)
 
     def _decide(self, data: NewData, held: HeldOut, bundle: Path, challenger: BundleRecord, scores: Scores) -> int:
-        """Writes all files that the decision references, then champion.json, which makes it effective."""
+        """Writes the files that the decision references. Then champion.json makes the decision effective."""
         state, store, token = self.state, self.store, f"t{self.lease.token:06d}"
         verdict, reason = self._verdict(scores)
         is_better = verdict != "kept"
@@ -291,10 +292,10 @@ class Retraining:
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
     def _commit(self, fields: Values, changes: Values, images: Callable[[], list[ReportImage]] = list) -> int:
-        """Writes a decision's files, then champion.json; returns the exit code.
+        """Writes the files of a decision, and then champion.json. Returns the exit code.
 
-        fields: the fields of the decision that are not set here. changes: the fields of champion.json that change.
-        images: returns the images of the decision's page. If it fails, there is no page.
+        fields: fields of `Decision` besides those that are set here. changes: the fields of champion.json that change.
+        images: makes the images of the decision's page. If `images` fails, the page is not written.
         """
         config, state, token, number = self.config, self.state, self.lease.token, self.state.number + 1
         name = f"decisions/{number:06d}-t{token:06d}"
@@ -324,12 +325,12 @@ class Retraining:
         return 0
 
     def roll_back(self) -> int:
-        """Makes the former champion the champion again, and returns the exit code."""
+        """Makes the previous champion the champion again. Returns the exit code."""
         state = self.state
         if not state.before or state.champion is None:
             raise UserError(f"--rollback: {self.config.name} has no earlier champion; nothing changed")
         former, run_id = state.before[-1], state.champion.run_id
-        StoredBundle(self.config.storage_place / former.bundle, former.files).fetch()  # OSError for a damaged bundle
+        StoredBundle(self.config.storage_place / former.bundle, former.files).fetch()  # raises OSError if damaged
         reason = f"requested; the champion of run {run_id} is replaced by that of {former.run_id}"
         decision = {"decision": "rolled back", "reason": reason, "run": run_id}
         return self._commit(decision, {"champion": former, "before": state.before[:-1]})
@@ -340,7 +341,7 @@ def _cider(scores: SplitScores) -> float:
 
 
 def decision_page(config: RunConfig, decision: Decision, images: list[ReportImage]) -> str:
-    """The HTML page of a decision: the reason, both models' scores, and their captions of the held-out images."""
+    """The HTML page of a decision: its reason, and the scores and captions of both models on the held-out images."""
     rows = [(name, [f"{score:.4f}"]) for name, score in decision.scores.items()]
     if decision.difference is not None:
         rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
@@ -367,21 +368,21 @@ def decision_page(config: RunConfig, decision: Decision, images: list[ReportImag
 
 
 def update_tracker(config: RunConfig, state: ChampionState) -> None:
-    """Points the tracker's alias at the model version of the champion. If the tracker fails, it logs one line."""
+    """Sets the tracker's alias to the champion's model version. If the tracker fails, only logs one line."""
     if not config.tracking.enabled or state.champion is None:
         return
     try:
         client = tracking_client(config)
         model = config.name
         runs = client.search_runs([experiment_of(client, config)], f"tags.`raycap.run_id` = '{state.champion.run_id}'")
-        # The child runs of its stages have the same tag.
+        # The child runs of stages have the same tag, so the run without a parent is chosen.
         run = next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
         versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
         if versions:
             client.set_registered_model_alias(model, ALIAS, str(versions[0].version))
         elif any(ALIAS in found.aliases for found in client.search_registered_models(f"name = '{model}'")):
-            # The champion has no version, because the tracker lacks its model until `raycap sync` sends it. The alias
-            # must not go on naming another model.
+            # The tracker has no version of the champion until `raycap sync` sends the model. The alias is removed,
+            # because it names another model.
             client.delete_registered_model_alias(model, ALIAS)
     except Exception as error:  # a failing tracker must not fail the decision
         address, reason = public_uri(config), reason_of(error)

@@ -1,1 +1,1 @@
-"""Captions for other programs: models by address, requests, limits, answers, the followed champion and the page."""
+"""Serves captions to other programs over HTTP: addresses of models, requests, limits, answers and the page."""

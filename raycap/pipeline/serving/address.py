@@ -1,4 +1,4 @@
-"""Where a model to be served is: a bundle's folder, a bundle on S3, or the champion of a configuration."""
+"""Addresses of models to serve: a bundle's folder, a bundle on S3, or the champion of a configuration."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """A model that a caller names. text: a folder, s3://... or champion:NAME. storage: where champions are."""
+    """The address of a model. text: a folder, s3://... or champion:NAME. storage: the storage with the champions."""
 
     text: str
     storage: StoragePath
 
     @property
     def champion(self) -> str | None:
-        """For champion:NAME the name of the configuration, for a bundle None."""
+        """NAME if the address is champion:NAME, or None if it is that of a bundle."""
         return self.text.removeprefix(CHAMPION) if self.text.startswith(CHAMPION) else None
 
     def resolve(self) -> StoredBundle:
-        """The bundle that the address means now. A champion's bundle has the digests that its record contains.
+        """The bundle that is at the address now. A champion's bundle has the digests from champion.json.
 
         Raises UserError if there is no such bundle or champion, and StorageError if the storage does not answer.
         """
@@ -62,17 +62,17 @@ class ModelAddress:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model with the name by which clients choose it. source: its bundle when the server started."""
+    """A model and the name by which clients choose the model. source: its bundle when the server started."""
 
     name: str
     address: ModelAddress
     source: ModelSource
 
     def sent(self) -> NamedModel:
-        """The same model for a cluster, whose other nodes cannot read a bundle on this machine's disk.
+        """Returns the same model in a form that all nodes of a cluster can load. Ray must have been started.
 
-        Such a bundle is put into Ray's object store, so Ray must have been started. A champion stays where it is,
-        because each process looks there for newer ones.
+        A bundle on this machine's disk is put into Ray's object store, because other nodes cannot read this disk. A
+        champion stays in its storage, because each process looks there for newer champions.
         """
         if isinstance(self.source, SentBundle) or self.source.location.is_remote or self.address.champion is not None:
             return self
@@ -80,7 +80,7 @@ class NamedModel:
 
 
 def named_models(arguments: ServeArguments) -> list[NamedModel]:
-    """The models in order. Raises UserError for one that cannot be served."""
+    """The models to serve, in order. Raises UserError if a model cannot be served or two have the same name."""
     models = [_named(text, arguments) for text in arguments.models]
     names = [model.name for model in models]
     for name in names:
@@ -90,10 +90,10 @@ def named_models(arguments: ServeArguments) -> list[NamedModel]:
 
 
 def _named(text: str, arguments: ServeArguments) -> NamedModel:
-    """The model that a --model option names, ADDRESS or NAME=ADDRESS. Raises UserError."""
+    """The model of one option --model, ADDRESS or NAME=ADDRESS. Raises UserError if it cannot be served."""
     given, _, place = text.partition("=")
     if not _NAME.fullmatch(given) or not place:
-        given, place = "", text  # a path may contain =
+        given, place = "", text  # the text is an address, whose path may contain =
     address = ModelAddress(place, storage_path(arguments.storage, StorageOptions(arguments.endpoint_url)))
     try:
         source = address.resolve()

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """The functions that answer requests, and the state that they share: models, counters and the queue."""
+    """The functions that answer requests, and their shared state: models, metrics and the queue."""
 
     def __init__(self, captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> None:
         self.limits, self.token = arguments.limits, token
@@ -60,23 +60,23 @@ class Server:
         self.turns = asyncio.Semaphore(self.limits.queue)
 
     async def admit(self, request: Request, credentials: Credentials) -> None:
-        """Raises RefusedError for a request that may not be answered.
+        """Raises RefusedError if a request has no access.
 
-        If the server has a token, the request needs it. If the server has none, the request must not come from a page
-        of another site, because such a page could make a browser on this machine send requests.
+        If the server has a token, the request must have it. If the server has none, the request must not come from a
+        page of another site, because such a page could send requests through a browser on this machine.
         """
         if self.token is None:
             origin = request.headers.get("origin")
             if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
                 raise RefusedError(403, "requests of pages from elsewhere are refused")
             return
-        # The time of this comparison does not tell how much of a wrong token is right.
+        # Tokens are compared in constant time, so that the time does not show how much of a wrong token is right.
         given = "" if credentials is None else credentials.credentials
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise RefusedError(401, "the header Authorization needs Bearer and the server's token")
 
     async def take_turn(self) -> AsyncIterator[None]:
-        """Takes a place in the queue until the request has ended. Raises RefusedError if the queue is full."""
+        """Counts a request as in progress until it has ended. Raises RefusedError if too many are in progress."""
         if self.turns.locked():
             raise RefusedError(429, f"the server works on {self.limits.queue} requests; try again later", 1)
         async with self.turns:
@@ -119,7 +119,7 @@ class Server:
             return ModelsAnswer(default=self.models.default, models=await self.models.describe())
 
     def _images(self, form: RequestForm) -> list[bytes]:
-        """The image files of a request. Raises RefusedError."""
+        """The image files of a request. Raises RefusedError if there are none, too many, or one is too large."""
         count, limits = len(form.images), self.limits
         if count < 1:
             raise RefusedError(422, "the request has no image; send one or more")
@@ -131,8 +131,8 @@ class Server:
         return form.images
 
     async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Counts an answer and its time, adds headers, and turns a failure into one sentence."""
-        begin, status = time.monotonic(), 499  # 499 is counted if the client has gone
+        """Answers a request, and counts the answer and its time. A failure is logged and answered with one sentence."""
+        begin, status = time.monotonic(), 499  # 499 is counted if the client has disconnected
         paths = {getattr(route, "path", "") for route in request.app.routes}
         path = request.url.path if request.url.path in paths else "other"
         try:
@@ -153,7 +153,7 @@ class Server:
 
 @asynccontextmanager
 async def _deadline(seconds: float) -> AsyncIterator[None]:
-    """Ends a `with` block with RefusedError after a number of seconds."""
+    """Raises RefusedError in a `with` block that takes longer than a number of seconds."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -164,9 +164,9 @@ async def _deadline(seconds: float) -> AsyncIterator[None]:
 def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> FastAPI:
     """The ASGI application of a server.
 
-    captioners: by the name of the model; the first is the default. token: every request must have it; without a token
-    any client is answered. A server that listens only on the loopback interface and has no token refuses requests
-    whose Host header is another name, so that no web page can reach it through a name of its own.
+    captioners: by the name of the model, the default model first. token: the token that every request must have. If it
+    is None, any client is answered. A server on the loopback interface without a token refuses requests whose Host
+    header names another host. Otherwise a web page could reach the server by a host name that leads to this machine.
     """
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
     server = Server(captioners, arguments, token)
@@ -182,7 +182,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def index() -> Response:
-        """The page. It needs no token, because it contains no data of the server."""
+        """The page, for which no token is needed, because the page contains no data of the server."""
         return HTMLResponse(html, headers=page_headers)
 
     closed: Values = {
@@ -206,11 +206,11 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
 
 
 def refuse(_: Request, error: Exception) -> Response:
-    """The answer to a request that was refused, here or by Starlette: one sentence as JSON."""
+    """The answer to a request that raised RefusedError, or HTTPException of Starlette: one sentence as JSON."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers |= error.headers or {}
-        allowed = headers.get("Allow", "another method")  # Starlette names the method that the path answers
+        allowed = headers.get("Allow", "another method")  # Starlette names the methods there
         sentences = {404: "there is no such path", 405: f"this path answers {allowed} only"}
         error = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
     assert isinstance(error, RefusedError)
@@ -219,7 +219,7 @@ def refuse(_: Request, error: Exception) -> Response:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if error.status in (408, 413):
-        headers["Connection"] = "close"  # the rest of the body is not read
+        headers["Connection"] = "close"  # closed, because the rest of the body is not read
     return JSONResponse({"error": str(error)}, error.status, headers)
 
 
@@ -228,7 +228,7 @@ def _entry(model: str, made: Made) -> ModelEntry:
 
 
 def content_security_policy(html: str) -> str:
-    """A policy that allows a page's own style and script, images that the user chose, and requests to the server."""
+    """A policy that allows only the page's own style and script, images of the user, and requests to this server."""
     digests = {}
     for tag in ("style", "script"):
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -1,16 +1,16 @@
-"""Writes the folder of an exported captioner, which captions images without raycap and PyTorch.
+"""Exports a captioner as a folder of ONNX graphs, for captioning without raycap and PyTorch.
 
 encoder.onnx      computes from images or features what the decoder needs (`export_graphs.EncoderGraph`)
 decoder.onnx      computes one step of the decoder (`export_graphs.StepGraph`)
 captioner.json    the inputs, the search and its rules, the ids of special tokens, and the SHA-256 of each other file
 vocabulary.json   {"joining": HOW, "words": [...]}: the text of each token in the order of the ids
 
-Weights of more than 1 GiB are in a file beside their graph, encoder.onnx.data.
+Weights of more than 1 GiB are in a file beside their graph, such as encoder.onnx.data.
 
-HOW tells how the texts of tokens become a caption:
-"spaces"    a space is between all texts;
-"scripts"   the same, but there is none before and after the tokens whose ids are listed under "without_space";
-"bytes"     the texts are joined without spaces. Each of their characters is one byte (Latin-1) of UTF-8.
+HOW is the way to join the texts of tokens to a caption:
+"spaces"    with a space between all texts;
+"scripts"   with spaces, except before and after the tokens whose ids are listed under "without_space";
+"bytes"     without spaces. Each character of the texts is one byte (Latin-1) of the caption in UTF-8.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from raycap.pipeline.storage.digests import file_digest
 FORMAT = 2
 GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
-# The comparison's batches: the number of images, and of image tokens for a model of features.
+# (number of images, number of image tokens) of the comparison's batches. Only models of features use the second number.
 BATCHES = ((1, 4), (3, 5))
 BEAMS, STEPS = 3, 5
-# The largest differences of a correct export. In float32, products are rounded in another order.
+# The largest accepted difference from the model. Float32 differs too, because products are rounded in another order.
 TOLERANCES = {"float32": 1e-3, "float16": 0.5}
-MAX_EMBEDDED_BYTES = 2**30  # Larger weights have their own file, because ONNX limits a graph's file to 2 GiB.
-INT32 = 6  # ONNX's number of the type
+MAX_EMBEDDED_BYTES = 2**30  # larger weights have their own file, because ONNX limits a graph's file to 2 GiB
+INT32 = 6  # ONNX's number for this type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
@@ -60,10 +60,10 @@ def export_captioner(
     precision: Literal["float32", "float16"] = "float32",
     opset: int = 20,
 ) -> float:
-    """Writes the folder atomically, and returns how much its graphs differ from the model (`compare_graphs`).
+    """Writes the folder atomically. Returns the largest difference between its graphs and the model.
 
-    Raises UserError for a model that cannot be exported, and JobFailedError for graphs that differ from the model. In
-    both cases nothing is written.
+    Raises UserError if the model cannot be exported, and JobFailedError if the graphs differ from the model by more
+    than the tolerance. In both cases nothing is written.
     """
     with atomic_folder(folder) as temporary:
         captioner = bundle.captioner
@@ -99,18 +99,18 @@ def export_captioner(
 def write_graph(
     path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str], opset: int
 ) -> None:
-    """Writes a module from tensors to tensors as an ONNX graph with its weights.
+    """Writes a module as an ONNX graph with its weights. The module's inputs and outputs are tensors.
 
-    Large weights go to a file beside the graph, whose name has `.data` added. torch's older exporter (TorchScript) is
+    Large weights are written to a second file with `.data` added to the name. torch's older exporter (TorchScript) is
     not used, because it would turn values that depend on the inputs' sizes into constants. Raises UserError if the
     exporter cannot translate the module.
     """
     import onnx_ir.passes.common
 
-    for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # they would log their progress
+    for name in ("torch.onnx", "onnxscript", "onnx_ir"):  # hides their logs of progress
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about the names of dimensions
+        warnings.simplefilter("ignore")  # hides warnings about the names of dimensions
         try:
             program = torch.onnx.export(
                 graph,
@@ -118,33 +118,33 @@ def write_graph(
                 input_names=[each.name for each in inputs],
                 output_names=list(output_names),
                 opset_version=opset,
-                dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # `forward` has one argument, `*inputs`
+                dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # one tuple for the argument `*inputs`
                 custom_translation_table=_translations(),
                 dynamo=True,
                 verbose=False,
             )
-        except Exception as error:  # the exporter raises nearly any type
+        except Exception as error:  # the exporter raises nearly any type of error
             cause = error.__cause__ or error
             raise UserError(
                 f"{path.name} cannot be exported with opset {opset} ({type(cause).__name__}: {one_line(cause)}); try "
                 "another --opset"
             ) from error
         assert program is not None
-        # The exporter adds stack traces to the nodes, which contain paths of this machine.
+        # The exporter's stack traces in the nodes are removed, because they contain paths of this machine.
         onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
         weights = sum(each.numel() * each.element_size() for each in graph.state_dict().values())
         program.save(str(path), external_data=weights > MAX_EMBEDDED_BYTES)
 
 
 def _translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """Translations for operations of PyTorch that the exporter lacks."""
+    """{operation of PyTorch: its translation to ONNX} for operations that the exporter lacks."""
     import onnxscript
 
     op: Any = onnxscript.opset18
 
     def stable_sort(values: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
-        """ONNX's TopK over all values. It keeps equal values in the order of their indices, as a stable sort does."""
-        if values.dtype.name in ("BOOL", "UINT8"):  # onnxruntime does not sort these
+        """Sorts by ONNX's TopK over all values, which is stable: equal values stay in the order of their indices."""
+        if values.dtype.name in ("BOOL", "UINT8"):  # onnxruntime cannot sort these types
             values = op.Cast(values, to=INT32)
         length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
         return op.TopK(values, length, axis=dim, largest=descending, sorted=True)
@@ -156,18 +156,18 @@ def _translations() -> dict[Callable[..., object], Callable[..., object]]:
 
 
 def onnx_graph(path: Path) -> Graph:
-    """The function that runs the ONNX graph in a file on the CPU. It takes the graph's inputs in their order."""
+    """Returns a function that runs an ONNX graph on the CPU. The function takes the list of the graph's inputs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
+    options.log_severity_level = 3  # logs only errors
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
     return lambda inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
 def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
-    """The part of captioner.json that describes the model: its inputs, its search and its tokens."""
+    """The part of captioner.json about the model: its inputs, its search and its special tokens."""
     sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
     search = bundle.search
     image = features = None
@@ -200,7 +200,7 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
 
 
 def describe_words(vocabulary: Vocabulary) -> dict[str, object]:
-    """The content of vocabulary.json."""
+    """The content of vocabulary.json, as the docstring of this module describes it."""
     words = list(vocabulary.words)
     if vocabulary.subwords is not None:
         return {"joining": "bytes", "words": [piece_bytes(word).decode("latin-1") for word in words]}
@@ -219,11 +219,11 @@ def dump(content: Mapping[str, object]) -> str:
 def compare_graphs(
     encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph], exported_cache: Sequence[GraphTensor]
 ) -> float:
-    """Runs an encoder and several steps in PyTorch and as exported graphs.
+    """The largest absolute difference between PyTorch and the exported graphs, for random inputs.
 
-    The largest absolute difference is returned: of the encoder's results, and of log-probabilities. The inputs are
-    random (torch's default generator). exported: the graphs of the encoder and the step. exported_cache: the step's
-    cache, with examples in the precision of the export.
+    The encoder's results and the log-probabilities of several steps are compared. The inputs are from torch's default
+    generator. exported: the graphs of the encoder and the step. exported_cache: the step's cache, with examples in the
+    precision of the export.
     """
     differences = [0.0]
     with torch.no_grad():
@@ -246,12 +246,12 @@ def compare_graphs(
 
 
 def _empty(cache: Sequence[GraphTensor], images: int) -> list[Tensor]:
-    """The tensors of the cache before the first step, which contain no token."""
+    """The tensors of the cache before the first step. Dynamic dimensions have size 0, because there is no token."""
     shapes = ([0 if dim in each.dims else size for dim, size in enumerate(each.example.shape)] for each in cache)
     return [each.example.new_zeros(images, *shape[1:]) for each, shape in zip(cache, shapes, strict=True)]
 
 
 def _difference(tensor: Tensor, exported: np.ndarray) -> float:
-    """The largest absolute difference of two arrays. A NaN counts as infinite."""
+    """The largest absolute difference of two arrays, or infinity if a difference is NaN."""
     largest = float(np.abs(tensor.numpy().astype(np.float64) - exported.astype(np.float64)).max())
     return math.inf if math.isnan(largest) else largest

@@ -1,4 +1,4 @@
-"""The bodies of requests and answers, as OpenAPI describes them, and how a body is read within limits."""
+"""The bodies of requests and answers, as in the OpenAPI document. Reads bodies within limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from raycap.pipeline.serving.host import RefusedError
 from raycap.pipeline.serving.settings import Limits
 
 MAX_CAPTION = 1000  # characters of a caption to explain
-MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, besides its files
-MAX_JSON_VALUES = 20_000  # parsing needs 50 bytes or more for a value that has 2 in the body
+MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, without its files
+MAX_JSON_VALUES = 20_000  # limited, because a value of 2 bytes in the body needs 50 or more when it is parsed
 
 
 def _image_bytes(value: object) -> object:
-    """Decodes the base64 of an image file in JSON. Other values are left as they are."""
+    """Decodes an image file from base64 in JSON. Returns other values unchanged."""
     return base64.b64decode(value, validate=True) if isinstance(value, str) else value
 
 
@@ -40,7 +40,7 @@ Form = TypeVar("Form", bound=RequestForm)
 
 
 class CaptionForm(RequestForm):
-    """The body of POST /caption. The model's own values are used for those that are not given."""
+    """The body of POST /caption. If a field is not given, the model's own value is used."""
 
     beam_size: int | None = Field(None, ge=1)
     num_results: int = Field(1, ge=1, description="Captions per image.")
@@ -70,7 +70,7 @@ class CaptionEntry(RankedEntry):
 
 
 class ModelEntry(BaseModel):
-    """The model that made an answer. bundle: the name of its bundle. digest: of its weights."""
+    """The model that made an answer. bundle: the name of its bundle. digest: 16 digits of its weights' SHA-256."""
 
     name: str
     bundle: str
@@ -83,7 +83,7 @@ class CaptionAnswer(BaseModel):
 
 
 class ExplainAnswer(BaseModel):
-    """Where the model looked. grid: rows and columns of image tokens. attention: for each word a number per token."""
+    """The model's attention. grid: rows and columns of image tokens. attention: one number per word and image token."""
 
     model: ModelEntry
     caption: str
@@ -111,10 +111,10 @@ def described_body(form: type[RequestForm]) -> dict[str, object]:
 
 
 async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
-    """Reads the form in a body, which is JSON or multipart. The names of multipart fields with files do not matter.
+    """Reads the form in a body of JSON or multipart. Multipart fields with files may have any name.
 
-    Raises RefusedError for any other body, for one that is larger than `body_bytes` (before more is in memory), and for
-    one that takes longer than `body_s`. Raises starlette's HTTPException if the multipart parser refuses the body.
+    Raises RefusedError if the body has another type, does not fit the form, has more than `body_bytes` bytes (its rest
+    is not read), or takes longer than `body_s`. Raises Starlette's HTTPException if the multipart parser refuses it.
     """
     left = limits.body_bytes
 

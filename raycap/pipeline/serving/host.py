@@ -1,4 +1,4 @@
-"""The model in a captioning process: it is loaded, captions batches of images, and is replaced by a new champion."""
+"""The model of a captioning process: loads the model, captions batches of images, and loads new champions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class RefusedError(Exception):
-    """A request is refused. status: of the HTTP answer. message: one sentence for the client.
+    """The server refuses a request. status: the status of the HTTP answer. message: one sentence for the client.
 
-    retry_after_s: seconds after which the client may try again; None if the same request would be refused again.
+    retry_after_s: seconds after which the client may try again, or None if the same request would be refused again.
     """
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
@@ -44,13 +44,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What callers may know of a model.
+    """The description of a model for clients.
 
-    bundle: its name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
-    system: such as expansionnet_v2. image_size: the side in pixels of the square that the model sees. keep_aspect: if
-    true, images keep their aspect ratio and the ends of the longer side are cut off. crop_share: the fraction of the
+    bundle: the bundle's name. digest: the first 16 digits of the SHA-256 of its weights, as in `raycap caption --out`.
+    system: for example expansionnet_v2. image_size: the side in pixels of the square that the model sees. keep_aspect:
+    if true, images keep their aspect ratio and the ends of the longer side are cut off. crop_share: the fraction of the
     resized image's side that remains after the crop. device: cpu or cuda. precision: float32 or bfloat16. beam_size,
-    max_length: of its own search. has_confidence: true if captions of this search have a confidence.
+    max_length: of the model's default search. has_confidence: true if captions of this search have a confidence.
     """
 
     bundle: str
@@ -68,7 +68,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Search:
-    """The search that a request asks for. None means the model's own value. Equal searches share a batch."""
+    """The search of a request. If a value is None, the model's default is used. Equal searches share a batch."""
 
     beam_size: int | None = None
     num_results: int = 1
@@ -86,7 +86,7 @@ class ImageJob:
 
 @dataclass(frozen=True)
 class Made:
-    """A result, and the model that made it. batch_size: images in its forward pass. batch_index: its place there."""
+    """A result and its model. batch_size: images in the forward pass. batch_index: the image's index among them."""
 
     result: ImageCaption | Explanation
     info: ModelInfo
@@ -94,24 +94,24 @@ class Made:
     batch_index: int = 0
 
 
-Answer = Made | RefusedError | None  # None if the image was resized for another model, so that it must be sent again
+Answer = Made | RefusedError | None  # None: the image was resized for another model and must be sent again
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that captions images. options: how the storage that it came from is reached."""
+    """A model that captions images. options: the options of the storage from which the model was loaded."""
 
     service: CaptionService
     info: ModelInfo
     options: StorageOptions
 
     def normalized(self, pixels: Sequence[np.ndarray]) -> torch.Tensor:
-        """Images (H, W, 3) uint8 as (B, 3, H, W) on the model's device."""
+        """Normalizes images (H, W, 3) uint8 to one tensor (B, 3, H, W) on the model's device."""
         stacked = torch.from_numpy(np.stack(pixels)).to(self.service.device)
         return self.service.transform.normalize(stacked).contiguous()
 
     def caption(self, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
-        """The captions of images (H, W, 3) uint8. Raises UserError for a search that the model does not take."""
+        """Captions images (H, W, 3) uint8. Raises UserError if the model does not support the search."""
         given = {"beam_size": search.beam_size, "max_length": search.max_length}
         changes = {key: value for key, value in given.items() if value is not None}
         settings = self.service.changed_search(changes, search.num_results)
@@ -119,9 +119,9 @@ class LoadedModel:
 
 
 def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
-    """The model at an address. storage: where champions are looked up. settings: of a `CaptionService`.
+    """Loads the model at an address. storage: the storage with the champions. settings: those of `CaptionService`.
 
-    Raises UserError if it is no model that captions images, and for a device that this machine does not have.
+    Raises UserError if the model does not caption images, or if this machine does not have the device.
     """
     device = settings.get("device")
     if device not in (None, "cpu", "cuda"):
@@ -133,7 +133,7 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
 
 
 def load_source(source: ModelSource, settings: Mapping[str, Any], address: ModelAddress) -> LoadedModel:
-    """Loads a model that captions images. address: named in messages. Raises UserError for another bundle."""
+    """Loads a bundle. address: for errors. Raises UserError if the bundle does not caption images."""
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(f"{address.text}: {NO_BACKBONE}")
@@ -155,10 +155,10 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
 
 
 class ModelHost:
-    """Captions batches with the model `current`. A new champion replaces it between two batches.
+    """Captions batches with the model `current`, which a new champion replaces between two batches.
 
-    source: the bundle of the model. settings: of a `CaptionService`. failure: why the last look at the champion failed,
-    or "". After a failure, the current model may be older than the champion.
+    source: the bundle of `current`. settings: those of `CaptionService`. failure: the reason if the last look for a
+    champion failed, else "". After a failure, the current model may be older than the champion.
     """
 
     def __init__(self, address: ModelAddress, source: ModelSource, settings: Mapping[str, Any]) -> None:
@@ -174,9 +174,9 @@ class ModelHost:
         try:
             found = self.address.resolve()
             is_new = found != self.source
-            if is_new:  # a batch that is being captioned keeps the old model
+            if is_new:  # a batch in progress keeps the old model
                 self.current = warm(load_source(found, self.settings, self.address))
-        except Exception as error:  # of the storage, the bundle, or memory: the current model can still serve
+        except Exception as error:  # whatever fails, the current model can still serve
             text = without_secrets(one_line(error))
             if text != self.failure:
                 logger.warning(f"{self.address.text}: the current champion stays, because the new one failed: {text}")
@@ -194,9 +194,9 @@ class ModelHost:
             self.look()
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
-        """The captions of each image, all by one model. Images with equal searches share a forward pass.
+        """Captions images with the current model. Images with equal searches share a forward pass.
 
-        If a pass fails, only its images are refused.
+        If a forward pass fails, only its images are refused.
         """
         current = self.current
         answers: list[Answer] = [None] * len(jobs)
@@ -213,7 +213,7 @@ class ModelHost:
                 made = [RefusedError(422, one_line(error))] * len(indices)
             except torch.OutOfMemoryError as error:
                 logger.warning(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
-                traceback.clear_frames(error.__traceback__)  # the frames keep tensors alive
+                traceback.clear_frames(error.__traceback__)  # the error's frames keep tensors in memory
                 torch.cuda.empty_cache()
                 made = [RefusedError(503, SHORT_OF_MEMORY, 1)] * len(indices)
             except Exception as error:
@@ -224,7 +224,7 @@ class ModelHost:
         return answers
 
     def explain(self, jobs: Sequence[ImageJob], caption: str | None, head: int | None) -> list[Answer]:
-        """Where the model looks in one image for each word of a caption. If `caption` is None, it makes one."""
+        """The attention to one image for each word of a caption. If `caption` is None, the model makes one."""
         current, (job,) = self.current, jobs
         if job.transform != current.service.transform:
             return [None]
@@ -238,7 +238,7 @@ class ModelHost:
 
 
 def warm(loaded: LoadedModel) -> LoadedModel:
-    """Captions a black image and returns the model, because the first caption takes longer than the others."""
+    """Returns the model after it has captioned a black image, because a model's first caption is slow."""
     side = loaded.info.image_size
     loaded.caption([np.zeros((side, side, 3), np.uint8)], Search())
     return loaded

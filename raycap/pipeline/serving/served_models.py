@@ -1,4 +1,4 @@
-"""The models of a server as its requests see them: image files go in, the answers of one model come out."""
+"""Answers requests with the models of a server: decodes the image files and asks a model for the results."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatE
 from raycap.pipeline.runtime.names import quoted
 from raycap.pipeline.serving.host import Answer, ImageJob, Made, RefusedError, Search
 
-MAX_ATTEMPTS = 3  # to answer a request while its model is being replaced
-DECODERS = 2  # images that are decoded at the same time; each may need 8 bytes per pixel
+MAX_ATTEMPTS = 3  # for a request whose model is being replaced
+DECODERS = 2  # images decoded at the same time; few, because each may need 8 bytes per pixel
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
-# Calls a method of one of a model's processes. The first argument is the method's name, the others are its arguments:
-#   describe() gives the model's description and its transform,
-#   caption(jobs) gives a list of `Answer`,
-#   explain(jobs, caption, head), for a list of one job, gives a list of one `Answer`.
+# Calls a method in one of a model's processes. The first argument is the method's name, followed by its arguments:
+#   describe() returns the model's description and its transform,
+#   caption(jobs) returns a list of `Answer`,
+#   explain(jobs, caption, head) takes a list of one job and returns a list of one `Answer`.
 # Raises RefusedError with status 503 if no process answers.
 Captioners = Callable[..., Awaitable[Any]]
 
 
 class Metrics:
-    """The counters of one server. The label "path" is one of its routes, or "other"."""
+    """The Prometheus metrics of a server. The label "path" is one of the server's routes, or "other"."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -47,10 +47,10 @@ class Metrics:
 
 
 class ServedModels:
-    """The models of a server by the names that clients choose; the first is the default.
+    """The models of a server by the names that clients choose. The first model is the default.
 
-    It decodes and resizes the images of all requests, a few at a time, so that the server holds image files and resized
-    images, and never the decoded images of a whole request.
+    Images of all requests are decoded and resized a few at a time, because the decoded images of a whole request may
+    not fit into memory.
     """
 
     def __init__(self, captioners: Mapping[str, Captioners], metrics: Metrics, max_pixels: int) -> None:
@@ -60,7 +60,7 @@ class ServedModels:
         self._transforms: dict[str, ImageTransform] = {}
 
     def choose(self, name: str | None) -> str:
-        """The name of a model; `name` is None for the default. Raises RefusedError if there is no such model."""
+        """Returns `name`, or the default model's name if it is None. Raises RefusedError if there is no such model."""
         if name is not None and name not in self.captioners:
             raise RefusedError(422, f"there is no model {quoted(name)}; GET /models lists them")
         return self.default if name is None else name
@@ -74,7 +74,7 @@ class ServedModels:
         return {"name": model} | description
 
     async def caption(self, model: str, images: Sequence[bytes], search: Search) -> list[Made]:
-        """The captions of each image file, all by one model, also while it is replaced. Raises RefusedError."""
+        """Captions image files. All captions come from the same bundle. Raises RefusedError if the request fails."""
         made = await self._answers(model, images, search, "caption")
         for each in made:
             if each.batch_index == 0:
@@ -83,19 +83,19 @@ class ServedModels:
         return made
 
     async def explain(self, model: str, image: bytes, caption: str | None, head: int | None) -> Made:
-        """Where the model looks in an image file for each word. Raises RefusedError."""
+        """The model's attention to an image for each word of a caption. Raises RefusedError if the request fails."""
         return (await self._answers(model, [image], Search(), "explain", caption, head))[0]
 
     async def _answers(
         self, model: str, images: Sequence[bytes], search: Search, method: str, *arguments: object
     ) -> list[Made]:
-        """Calls a method for images. If two models answered parts of the request, it is called again for all images."""
+        """Calls a method for images. If the model was replaced meanwhile, calls it again for all images."""
         loop = asyncio.get_running_loop()
         for _ in range(MAX_ATTEMPTS):
             if model not in self._transforms:
                 await self._describe(model)
             jobs, transform = [], self._transforms[model]
-            for number, image in enumerate(images):  # one at a time, because the request may end before the last one
+            for number, image in enumerate(images):  # one at a time, because the request may time out before the last
                 pixels = await loop.run_in_executor(self._threads, self._resized, image, number, transform)
                 jobs.append(ImageJob(pixels, transform, search))
             answers: list[Answer] = await self.captioners[model](method, jobs, *arguments)
@@ -105,11 +105,11 @@ class ServedModels:
             made = [answer for answer in answers if isinstance(answer, Made)]
             if len(made) == len(answers) and len({each.info.digest for each in made}) == 1:
                 return made
-            self._transforms.pop(model, None)  # the new model may have another one
+            self._transforms.pop(model, None)  # the new model may have another transform
         raise RefusedError(503, "the model is being replaced; try again", 1)
 
     def _resized(self, image: bytes, number: int, transform: ImageTransform) -> np.ndarray:
-        """The pixels (H, W, 3) uint8 of an image file for a model. Raises RefusedError. number: in the request."""
+        """Decodes and resizes an image file to (H, W, 3) uint8. Raises RefusedError. number: its index, for errors."""
         try:
             return transform.resize(load_image(image, self.max_pixels))
         except BadImage as error:

@@ -1,4 +1,4 @@
-"""What an operator decides about a server: its models, its processes, who may ask, and the limits of requests."""
+"""Settings of a server: its models, its processes, who may send requests, and the limits of requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 class Limits(BaseModel, extra="forbid", frozen=True):
     """Limits of requests.
 
-    body_bytes: of a request. image_bytes, pixels: of one image. images: per request. body_s: seconds in which a request
-    must arrive. answer_s: seconds in which it must be answered, waiting included. queue: number of requests that are
-    answered or wait. beam_size, num_results: the largest values that a request may ask for.
+    body_bytes: bytes of a request's body. image_bytes, pixels: bytes and pixels of one image. images: images per
+    request. body_s: seconds in which a body must arrive. answer_s: seconds in which a request must be answered, with
+    its waiting time. queue: requests in progress at once. beam_size, num_results: the largest values in a request.
     """
 
     body_bytes: PositiveInt = 64 * 2**20
@@ -34,12 +34,13 @@ class Limits(BaseModel, extra="forbid", frozen=True):
 
 
 class ServeArguments(BaseModel, extra="forbid", frozen=True):
-    """What is served and how. In a RayService of Kubernetes, these are the `args` of the application.
+    """The models to serve, and how. In a RayService of Kubernetes, these are the `args` of the application.
 
-    models: addresses, also as NAME=ADDRESS; the first is the default. storage: where champions are. poll_s: seconds
-    between two looks for a new champion. batch_size: most images per forward pass. replicas: processes per model, or
-    the range [least, most]. gpus: of each process; None means 1 if Ray has GPUs, else 0. threads: of torch in each
-    process. loopback_only: only this machine can ask. insecure: other machines may ask without a token.
+    models: ADDRESS or NAME=ADDRESS of each model, the default model first. storage: the storage with the champions.
+    poll_s: seconds between two looks for a new champion. batch_size: most images per forward pass. replicas: processes
+    per model, or the range [least, most]. gpus: GPUs per process. If it is None, 1 if Ray has GPUs, else 0. threads:
+    torch's threads per process. loopback_only: true if only this machine can send requests. insecure: true if other
+    machines may send requests without a token.
     """
 
     models: tuple[str, ...] = Field(min_length=1)
@@ -62,10 +63,10 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
 
 
 def server_token(host: str | None, insecure: bool) -> str | None:
-    """The token in the variable RAYCAP_SERVE_TOKEN; None if the variable is not set.
+    """The token in the variable RAYCAP_SERVE_TOKEN, or None if the variable is not set.
 
-    host: where the server listens; None in a cluster. Raises UserError for a token that is too short, and for a missing
-    one if other machines can reach the server and `insecure` is not set.
+    host: the host on which the server listens, or None in a cluster. Raises UserError if the token is not valid. Raises
+    UserError also if there is no token, other machines can reach the server, and `insecure` is false.
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if token is not None and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):

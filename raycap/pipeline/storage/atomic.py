@@ -1,11 +1,12 @@
-"""Local files and folders that appear whole or not at all (written under a temporary name, then renamed), and locks.
+"""Writes local files and folders atomically, and locks files.
 
-Content is flushed to the disk (fsync) before the rename, and the folder after it. A power cut therefore leaves the old
-or the new content, never a part of it. It also keeps the order of changes: for example, a stage's result is on the disk
-before its checkpoints are removed. `durable=False` skips both flushes, for content that can be made again.
+A file is written under a temporary name and flushed to the disk (fsync). Then it is renamed, and its folder is flushed.
+A power cut therefore leaves the old content or the new content, never a part of one. The flushes also keep the order of
+changes: for example, a stage's result is on the disk before its checkpoints are removed. With `durable=False` nothing
+is flushed, for content that can be made again.
 
 Temporary names begin with a dot, end in `.tmp` and are unique, so that several processes may write the same file. A
-killed writer leaves its temporary file behind. Code that lists a folder must therefore skip hidden names.
+killed writer leaves its temporary file behind, so code that lists a folder must skip hidden names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from raycap.pipeline.errors import DamagedError, UserError
 
 @contextmanager
 def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yields a temporary path; the file written to it replaces `path` when the block ends.
+    """Yields a temporary path. When the block ends, the file at the temporary path replaces `path`.
 
     Makes the folders above `path`. After an error `path` is unchanged, and the temporary file is removed.
     """
@@ -47,7 +48,7 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -> Iterator[Path]:
-    """Yields an empty temporary folder, which replaces `folder` when the block ends.
+    """Yields an empty temporary folder. When the block ends, the temporary folder replaces `folder`.
 
     With `replace=False`, an existing `folder` that is not empty raises OSError. After an error `folder` is unchanged,
     and the temporary folder is removed.
@@ -78,7 +79,7 @@ def write_bytes(path: Path, data: bytes | memoryview, *, durable: bool = True) -
 
 
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Writes UTF-8, without a change to the line ends of `text`."""
+    """Writes a text as UTF-8. Its line ends are not translated."""
     write_bytes(path, text.encode(), durable=durable)
 
 
@@ -87,17 +88,17 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a file that `write_json` wrote. Raises DamagedError if the file is cut or not JSON."""
+    """Reads a JSON file that `write_json` wrote. Raises DamagedError if the file is cut or is not JSON."""
     return decode_json(path.read_bytes(), str(path))
 
 
 def is_disk_full(error: Exception) -> bool:
-    """Whether a disk or a quota has no space left. Another attempt on this machine would then fail as well."""
+    """True if a disk or a quota is full, so that another attempt on this machine would fail as well."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def decode_json(data: bytes, name: str) -> Any:
-    """The value in the content of a JSON file called `name`. Raises DamagedError."""
+    """Parses the content `data` of a JSON file. name: the file, for errors. Raises DamagedError if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -106,9 +107,10 @@ def decode_json(data: bytes, name: str) -> Any:
 
 @contextmanager
 def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Lets one process of this machine at a time run the block. The end of a process also releases its lock.
+    """Locks the file `path` during the block. Waits until no other process of this machine has the lock.
 
-    With `shared`, any number of processes may be in such blocks at once, but none in a block without it.
+    The system releases the lock of a killed process. shared: if true, processes with shared locks do not exclude each
+    other, but a process with an exclusive lock excludes all of them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -118,7 +120,7 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 @contextmanager
 def try_file_lock(path: Path) -> Iterator[bool]:
-    """Holds the lock during the block. Yields False if another process has it, instead of waiting."""
+    """Locks the file `path` during the block without waiting. Yields False if another process has the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -135,22 +137,22 @@ def _temporary(path: Path) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Waits until the content of a file, or the names in a folder, are on the disk."""
+    """Waits until the content of a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         is_unsupported = error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-        if not (path.is_dir() and is_unsupported):  # network file systems may not flush a folder
+        if not (path.is_dir() and is_unsupported):  # some network file systems cannot flush a folder
             raise
     finally:
         os.close(descriptor)
 
 
 def require_writable(name: str, folder: Path) -> None:
-    """Raises UserError if nothing can be made in a folder. name: the key or option that names it."""
+    """Raises UserError if no file can be created in a folder. name: the key or option that sets the folder."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # the permissions of /proc do not tell
+        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # permission bits can be wrong, as in /proc
             pass
     except OSError as error:
         raise UserError(

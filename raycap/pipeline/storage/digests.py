@@ -1,10 +1,10 @@
-"""SHA-256 digests by which damaged files are found.
+"""Finds damaged files by their SHA-256 digests.
 
-    digests.json   {"format": 1, "files": {name: digest}}   of the files of its folder
+    digests.json   {"format": 1, "files": {name: digest}}   of the files in the same folder
 
-A file is read as a whole when it is first used on a machine, at 1 to 2 GB/s on one core. A mark in the folder `checked`
-of the cache then stands for a whole file with this name, size and time. Marks may be deleted at any time. Files without
-a mark are read again.
+The first use of a file on a machine reads the whole file, at 1 to 2 GB/s on one core. If the digest is right, a mark
+for the file's name, size and time is written to the folder `checked` of the cache. Later uses find the mark and do not
+read the file. Marks may be deleted at any time, because a file without a mark is read again.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from raycap.pipeline.storage.path import cache_folder
 
 DIGESTS = "digests.json"
 FORMAT = 1
-MAX_HOLES = 10  # a file that takes less than a tenth of its size on the disk is sparse, and not only compressed
+MAX_HOLES = 10  # a file with less than a tenth of its size on the disk is sparse, not merely compressed
 
 
 def write_digests(folder: Path, names: Iterable[str] = ()) -> None:
-    """Writes the digests of these files of a folder, by default of all its visible files."""
+    """Writes the digests.json of a folder. names: the files in it, by default all visible files of the folder."""
     path = folder / DIGESTS
     names = names or [file.name for file in folder.glob("[!.]*") if file != path]
     write_json(path, {"format": FORMAT, "files": {name: file_digest(folder / name) for name in sorted(names)}})
 
 
 def digests_in(data: bytes, name: str) -> Values:
-    """{file: SHA-256} in the content of the `digests.json` with this name. Raises DamagedError."""
+    """{file: SHA-256} from the content of a digests.json. name: for errors. Raises DamagedError if it is damaged."""
     content = decode_json(data, name)
     has_format = isinstance(content, dict) and content.get("format") == FORMAT
     if not has_format or not isinstance(content.get("files"), dict):
@@ -42,7 +42,7 @@ def digests_in(data: bytes, name: str) -> Values:
 
 
 def has_digest(path: Path, sha256: str) -> bool:
-    """Whether a local file has this digest. The file is read only if this machine has not found it whole before."""
+    """True if a local file has this digest. The file is read only if it has no mark from an earlier use."""
     status = path.stat()
     state = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {sha256}"
     name = hashlib.sha256(state.encode()).hexdigest()
@@ -53,20 +53,21 @@ def has_digest(path: Path, sha256: str) -> bool:
                 return False
         except UserError:  # the file is sparse
             return False
-        with suppress(OSError):  # if the cache cannot be written, every process reads the file
+        with suppress(OSError):  # without a writable cache there are no marks, and each use reads the file
             write_bytes(mark, b"", durable=False)
     return True
 
 
 def memory_bytes() -> int:
-    """The memory of this machine."""
+    """The physical memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def file_digest(path: Path) -> str:
-    """The SHA-256 of a local file. Raises UserError for a sparse file that is larger than the memory.
+    """The SHA-256 of a local file. Raises UserError if the file is sparse and larger than the memory.
 
-    No file of raycap is sparse. A sparse file of a tebibyte takes no space, and reading it would take hours.
+    A sparse file of a tebibyte takes no space, but reading it would take hours. raycap writes no sparse files, so a
+    sparse file is damaged.
     """
     status = path.stat()
     allocated = 512 * status.st_blocks

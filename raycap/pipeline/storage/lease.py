@@ -1,11 +1,11 @@
-"""A lease in storage lets one retraining at a time run, on any machine. Its token stops writers that have lost it.
+"""Leases in storage: of all processes on all machines, only the one that has the lease may retrain and write.
 
     lease.json   {"token", "nonce", "holder", "until", "seconds"}
 
-Conditional writes take, renew and return a lease. A holder that renews its lease is alive, whatever the clocks of two
-machines show: clocks decide only how long others wait. The token decides who may write: it grows with every holder, so
-that a process that has lost the lease finds a larger token and stops. The file is never removed, so that no token is
-used twice.
+A process takes, renews and returns a lease by conditional writes. The clocks of two machines may differ, so they decide
+only how long other processes wait. A renewal during the wait shows that the holder is alive. The token decides who may
+write. Each new holder gets a larger token, so a process that has lost the lease finds a larger token and stops. No
+token is used twice, because the file is never removed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from raycap.pipeline.storage.s3 import ConflictError
 
 logger = logging.getLogger(__name__)
 
-MAX_TIME = 2.0**36  # Unix seconds in the year 4147, which the system's calendar can still show
-MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry
+MAX_TIME = 2.0**36  # Unix seconds (the year 4147), within the range of the system's calendar
+MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry, in seconds
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
 
 
 class LostLeaseError(RuntimeError):
-    """Another process has the lease, so that this process may not write any more."""
+    """This process has lost the lease to another one and may not write any more."""
 
 
 class LeaseRecord(BaseModel, frozen=True):
     """The content of a lease's file.
 
-    until: the Unix time at which the lease expires unless it is renewed; 0 if it was returned. seconds: the time from
-    a renewal to the expiry.
+    until: the Unix time at which the lease expires unless it is renewed, or 0 if it was returned. seconds: the time
+    from a renewal to the expiry. nonce: random, new for each holder. holder: its process and machine.
     """
 
     token: NonNegativeInt
@@ -55,13 +55,13 @@ class LeaseRecord(BaseModel, frozen=True):
 
 
 class Lease:
-    """A lease that this process has taken. In a `with` block a thread renews it, and its end returns the lease."""
+    """A lease that this process has taken. A `with` block renews it in a thread, and returns it at the end."""
 
     def __init__(self, path: StoragePath, record: LeaseRecord, tag: str) -> None:
-        """record, tag: of the file `path` as this process wrote it."""
+        """record, tag: the content and the tag of the file `path` as this process wrote it."""
         self.path, self.seconds, self._record, self._tag = path, record.seconds, record, tag
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._loss: LostLeaseError | None = None  # what the background thread found
+        self._loss: LostLeaseError | None = None  # set when the background thread finds the lease lost
         self._thread = threading.Thread(target=self._renew_repeatedly, name="lease", daemon=True)
 
     @property
@@ -70,7 +70,10 @@ class Lease:
         return self._record.token
 
     def check(self) -> None:
-        """Raises LostLeaseError unless this process has the lease. Renews it if the last renewal is some time ago."""
+        """Raises LostLeaseError if another process has the lease.
+
+        Renews the lease if the last renewal is more than a third of the lease's time ago.
+        """
         with self._lock:
             stored, tag = _read(self.path)
             if stored is None or tag is None or stored.nonce != self._record.nonce:
@@ -83,7 +86,7 @@ class Lease:
                 self._write(now + self.seconds)
 
     def check_last_renewal(self) -> None:
-        """Raises LostLeaseError if the background thread found that the lease is lost. It makes no request."""
+        """Raises LostLeaseError if the background thread has found the lease lost. Makes no request to the storage."""
         if self._loss is not None:
             raise self._loss
 
@@ -94,7 +97,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        with self._lock, suppress(LostLeaseError, OSError):  # a lease that cannot be returned will expire
+        with self._lock, suppress(LostLeaseError, OSError):  # if returning the lease fails, it expires by itself
             self._write(until=0.0)  # an expiry in the past returns the lease
 
     def _renew_repeatedly(self) -> None:
@@ -108,7 +111,7 @@ class Lease:
                 continue  # storage failed; another attempt may succeed before the lease expires
 
     def _write(self, until: float) -> None:
-        """Changes the stored time of expiry. Raises LostLeaseError when another process has taken the lease."""
+        """Stores `until` as the time of expiry. Raises LostLeaseError if another process has taken the lease."""
         record = self._record.model_copy(update={"until": until})
         try:
             self._tag = self.path.write_if(record.model_dump_json().encode(), self._tag)
@@ -120,18 +123,19 @@ class Lease:
 
 
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
-    """Takes the lease, or returns the record of its present holder.
+    """Takes the lease, or returns the record of its holder if that process may be alive.
 
-    It waits for half of the holder's lease time, but at most five times `seconds`, to see whether the holder renews the
-    lease. It waits twice if the lease has not expired by this machine's clock. If nobody has renewed the lease then, it
-    takes the lease. It leaves a lease that is longer than `seconds` and has not expired to its holder.
+    If the lease has a holder, this function waits for half of the holder's lease time, at most five times `seconds`. If
+    the lease has not expired by this machine's clock, it waits twice. If the holder renews the lease meanwhile, its
+    record is returned. The record is also returned if the lease is longer than `seconds` and has not expired.
 
-    The new token is larger than `above` and than every earlier token. `by_force` takes the lease from its holder, which
-    then cannot write any more. Raises UserError for a file that is not a lease, and StorageError.
+    above: the new token is larger than this number and than every earlier token. by_force: if true, takes the lease
+    without waiting, and its holder cannot write any more. Raises UserError if the file is not a lease, and StorageError
+    if the storage fails.
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        pause_s = min(stored.seconds, 10 * seconds) / 2  # longer than a third of the lease, after which a holder renews
+        pause_s = min(stored.seconds, 10 * seconds) / 2  # enough, because a holder renews after a third of its lease
         for _ in range(1 if stored.until < time.time() else 2):
             logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
             time.sleep(pause_s)
@@ -150,12 +154,12 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
     try:
         tag = path.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
-        return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster
+        return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster, so start again
     return Lease(path, record, tag)
 
 
 def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:
-    """The stored record and the tag of its file, or (None, None) if there is no file."""
+    """The stored record and its tag, or (None, None) if there is no file. Raises UserError if the file is invalid."""
     try:
         data, tag = path.read_tagged()
         return LeaseRecord.model_validate_json(data), tag

@@ -1,6 +1,7 @@
-"""Keeps local copies of folders on S3. Programs read the copies. If the two differ, S3 is right.
+"""Keeps local copies of folders on S3, for programs to read. If a copy and S3 differ, S3 is right.
 
-Each part of a folder has one writer at a time, the driver or rank 0 of a stage. The writer pushes it, and others pull.
+Each part of a folder has one writer at a time: the driver, or rank 0 of a stage. The writer pushes its part to S3, and
+other processes pull that part.
 A marker file shows that a folder is complete. Markers are uploaded last and removed first, so that nobody reads half a
 checkpoint. A push or pull costs one listing and one transfer per changed file.
 
@@ -32,10 +33,10 @@ RECORD_SUFFIX = ".mirror.json"
 NUM_TRANSFERS = 8  # files transferred at the same time
 PULL_ATTEMPTS = 3  # a pull starts again if the folder's writer removes files meanwhile, such as old checkpoints
 
-# {file name: [tag on S3, [size, modification time] of the copy]} of the transferred files.
+# The transferred files, {name: [tag on S3, [size in bytes, modification time in ns] of the copy]}.
 Record = dict[str, list[Any]]
 COPIES = ("storage", "workers", "bundles")  # the folders of the cache that contain copies
-UNUSED_FOR_S = 7 * 86400.0  # long, because some readers of a copy, such as `raycap evaluate`, do not lock it
+UNUSED_FOR_S = 7 * 86400.0  # a week, because some readers of a copy, such as `raycap evaluate`, do not lock it
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,10 @@ class Mirror:
     ) -> None:
         """Makes the copy below `under` equal to S3. `under` is a folder, a file with a suffix, or "" for everything.
 
-        only: the names of the files to copy, by default all. check: gets the files to fetch before they are fetched,
-        and may raise an error. Hidden files are left out, and checkpoints without their marker. If the folder's writer
-        removes files meanwhile, the folder is listed again. Raises StorageError like `StoragePath`, and UserError for
-        an object whose name leads out of the copy.
+        only: the names of the files to copy, by default all. check: called with the outdated files before they are
+        downloaded, and may raise an error. Hidden files and checkpoints without a marker are not copied. If the
+        folder's writer removes files meanwhile, the folder is listed again. Raises StorageError if S3 fails or if files
+        are removed in every attempt, and UserError if the name of an object leads out of the copy.
         """
         with self._record() as record:
             for _ in range(PULL_ATTEMPTS):
@@ -83,13 +84,13 @@ class Mirror:
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy.
 
-        It removes only objects that this copy has sent or fetched, so that newer ones of other writers remain. It calls
-        `check_may_write`, which may raise an error, before it uploads markers and removes objects.
+        Removes only objects that this copy has pushed or pulled, so that newer objects of other writers remain.
+        check_may_write: called before markers are uploaded and objects are removed, and may raise an error.
         """
         with self._record() as record:
             files = self._local_files(under)
             tags = {name: entry.tag for name, entry in self._listed(under).items()}
-            known_tags = {name: tag for name, (tag, _) in record.items()}  # of the transferred objects
+            known_tags = {name: tag for name, (tag, _) in record.items()}  # the tags at the last transfer
             removed = [name for name, tag in tags.items() if name not in files and known_tags.get(name) == tag]
             changed = [name for name, state in files.items() if record.get(name) != [tags.get(name), state]]
             _transfer(self._send, [name for name in changed if not _is_marker(name)], record)
@@ -100,7 +101,7 @@ class Mirror:
                 record.pop(name, None)
 
     def _listed(self, under: str) -> dict[str, Entry]:
-        """The objects below `under`, or the object `under` itself, by their names in the folder."""
+        """The objects below `under` by name. If `under` has a suffix, only that object, if it exists."""
         is_file = "." in under.rsplit("/", 1)[-1]
         if is_file:
             try:
@@ -112,7 +113,7 @@ class Mirror:
         return {f"{under}/{name}": entry for name, entry in (self.home / under).list().items()}
 
     def _local_files(self, under: str) -> dict[str, list[int]]:
-        """The copy's files below `under` by name, each with [size, modification time]."""
+        """{name: [size, modification time]} of the copy's files below `under`."""
         start, states = self.local / under, {}
         for path in [start] if start.is_file() else _visible_files(start):
             with suppress(FileNotFoundError):  # renamed or removed since it was listed
@@ -136,13 +137,13 @@ class Mirror:
         except FileNotFoundError:
             if path.exists():
                 raise  # the file exists, so the bucket is missing
-            return None  # the next push removes the object
+            return None  # the file was removed, so the next push removes its object
 
     def _remove_empty_folders(self, under: str) -> None:
         """Removes folders without files from the copy, because S3 has no empty folders."""
         for folder, _, _ in os.walk(self.local / under, topdown=False):
             if not Path(folder).name.startswith("."):
-                with suppress(OSError):  # not empty
+                with suppress(OSError):  # the folder is not empty
                     Path(folder).rmdir()
         self.local.mkdir(parents=True, exist_ok=True)
 
@@ -166,7 +167,10 @@ class Mirror:
 
 
 def _transfer(move: Callable[[str], list[Any] | None], names: Sequence[str], record: Record) -> bool:
-    """Moves files and records them. Returns False if a file was removed meanwhile, for which `move` returns None."""
+    """Transfers files with `move` and records them. `move` returns None for a file that was removed meanwhile.
+
+    Returns True if no file was removed.
+    """
     is_complete = True
     with ThreadPoolExecutor(NUM_TRANSFERS) as pool:
         for name, state in zip(names, pool.map(move, names), strict=True):
@@ -178,32 +182,32 @@ def _transfer(move: Callable[[str], list[Any] | None], names: Sequence[str], rec
 
 
 def _visible_files(start: Path) -> Iterator[Path]:
-    """The files below a folder. Hidden files are left out: they are unfinished or only for this machine."""
+    """Yields the files below a folder, except hidden ones, which are unfinished or only for this machine."""
     for folder, folders, names in os.walk(start):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
 
 
 def _is_visible(name: str) -> bool:
-    """Whether a copy contains an object. It has no hidden ones and no folder marks, which S3's console makes."""
+    """True if copies contain this object. Hidden objects and the folder marks of S3's console are not copied."""
     is_hidden = any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
     is_folder = not name or name.endswith("/")
     return not is_hidden and not is_folder
 
 
 def _state(path: Path) -> list[int]:
-    """[size in bytes, modification time in ns] of a file, which show whether it has changed."""
+    """[size in bytes, modification time in ns] of a file. If both are equal to recorded values, it is unchanged."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
 def _is_marker(name: str) -> bool:
-    """Whether a file shows that its folder is complete."""
+    """True if the file marks its folder as complete."""
     return name.rsplit("/", 1)[-1] in MARKERS
 
 
 def _without_unfinished(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Leaves out the files of checkpoints (step-<n>/) that have no marker, because their writer was killed."""
+    """The entries, except files of unfinished checkpoints: folders step-<n>/ without a marker."""
     folders = {name: PurePosixPath(name).parent for name in entries}
     complete = {folder for name, folder in folders.items() if _is_marker(name) or not folder.name.startswith("step-")}
     return {name: entry for name, entry in entries.items() if folders[name] in complete}
@@ -218,15 +222,15 @@ def prune_copies(keep: Path) -> None:
 
 
 def remove_copy(copy: Path, unused_for_s: float) -> None:
-    """Removes a copy that no process has locked, and that no process has pushed or pulled for `unused_for_s` seconds.
+    """Removes a local copy if no process has it locked and none has pushed or pulled it for `unused_for_s` seconds.
 
-    Files that were not sent are lost. The work that made them is repeated from what S3 has.
+    Files that were not pushed are lost. The work that made them is repeated from the state on S3.
     """
     record = copy.with_name(f".{copy.name}{RECORD_SUFFIX}")
-    with suppress(FileNotFoundError):  # another process removes it
+    with suppress(FileNotFoundError):  # another process removes the copy
         if not copy.is_dir() or time.time() - record.stat().st_mtime < unused_for_s:
             return
-        record_lock = record.with_suffix(".lock")  # held during a push or pull
+        record_lock = record.with_suffix(".lock")  # locked during a push or pull
         with try_file_lock(copy / ".lock") as is_free, try_file_lock(record_lock) as is_idle:
             if not (is_free and is_idle):
                 return

@@ -1,7 +1,7 @@
-"""Files and folders, local or on S3, behind one small interface.
+"""One interface for files and folders on the local disk or on S3.
 
-A `StoragePath` can be pickled, so that Ray's workers open the driver's files. Every write becomes visible whole or not
-at all: by a rename on disk, by one put or a completed multi-part upload on S3.
+A `StoragePath` can be pickled, so Ray's workers can open the driver's files. Every write is atomic: a rename on disk,
+and on S3 one put or the completion of a multi-part upload.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from raycap.pipeline.storage.s3 import ConflictError, Entry, S3Object, StorageEr
 from raycap.pipeline.storage.untrusted.documents import RangedFile, open_regular_file, read_regular_file
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
-PRIVATE = stat.S_IRWXU  # the rights of the cache's folder
-REMOTE_BUFFER_BYTES = 2**18  # of an opened file on S3; a request takes about as long as the transfer of so many bytes
-MAX_TAGGED_BYTES = 2**24  # leases and champions' records, which are read with their tags, are much smaller
+PRIVATE = stat.S_IRWXU  # the permissions of the cache's folder: only its user may enter
+REMOTE_BUFFER_BYTES = 2**18  # per request to S3, because smaller requests would hardly be faster
+MAX_TAGGED_BYTES = 2**24  # limit for files read with tags: leases and champion.json, which are much smaller
 
 
 @dataclass(frozen=True)
 class StoragePath:
     """A file or folder, local or on S3.
 
-    Methods raise FileNotFoundError for a missing file and, on S3, StorageError for a request that is refused or has
+    Methods raise FileNotFoundError if a file is missing. On S3 they raise StorageError if a request is refused or has
     failed for `options.retry_minutes`.
     """
 
@@ -56,18 +56,18 @@ class StoragePath:
 
     @property
     def path(self) -> Path:
-        """The local path; ValueError on S3."""
+        """The local path. Raises ValueError on S3."""
         if self.is_remote:
             raise ValueError(f"{self.uri} is not a local path")
         return Path(self.uri)
 
     def require_answer(self) -> None:
-        """Raises an error within seconds if a folder on S3 cannot be reached: the first request of a command."""
+        """Raises an error within seconds if a folder on S3 cannot be reached. Other methods retry for minutes."""
         if self.is_remote:
             S3Object(self.uri, self.options.hasty).require_answer()
 
     def read_bytes(self, max_bytes: int | None = None) -> bytes:
-        """The content of a file. Raises OSError for a pipe, a device, or more than `max_bytes` bytes."""
+        """The content of a file. Raises OSError if it is a pipe or device, or has more than `max_bytes` bytes."""
         return self._object.get(max_bytes)[0] if self.is_remote else read_regular_file(self.path, max_bytes)
 
     def read_range(self, start: int, length: int) -> bytes:
@@ -78,7 +78,7 @@ class StoragePath:
             return os.pread(file.fileno(), length, start)
 
     def open(self) -> BinaryIO:
-        """Opens a file for reading from any place. On S3 each read outside of the buffer is one ranged request.
+        """Opens a file for reading at any position. On S3 each read outside of the buffer is one ranged request.
 
         Raises OSError for a folder, pipe or device.
         """
@@ -87,9 +87,9 @@ class StoragePath:
         return cast("BinaryIO", io.BufferedReader(RangedFile(self.stat().size, self.read_range), REMOTE_BUFFER_BYTES))
 
     def read_tagged(self) -> tuple[bytes, str]:
-        """The content of a small file and the tag of this content, for `write_if`.
+        """The content of a small file, and the tag by which `write_if` recognizes this content.
 
-        Raises OSError for a folder, pipe or device, and for more than MAX_TAGGED_BYTES.
+        Raises OSError for a folder, pipe or device, and for a file of more than MAX_TAGGED_BYTES.
         """
         if self.is_remote:
             return self._object.get(MAX_TAGGED_BYTES)
@@ -97,7 +97,7 @@ class StoragePath:
         return data, _content_tag(data)
 
     def write_bytes(self, data: bytes | memoryview) -> str:
-        """Replaces the file and makes the folders above it. Returns its new tag."""
+        """Replaces the file, and creates missing folders above it. Returns the new tag."""
         if self.is_remote:
             return self._object.put(io.BytesIO(data), len(data))
         write_bytes(self.path, data)
@@ -106,8 +106,8 @@ class StoragePath:
     def write_if(self, data: bytes, tag: str | None) -> str:
         """Replaces the file if it still has the `tag` that `read_tagged` gave, and returns the new tag.
 
-        With the tag None, no file may exist. Raises ConflictError if another writer was faster. `data` must be unique,
-        for example by a nonce: on S3 a write whose answer was lost is recognized by its content.
+        If the tag is None, the file must not exist yet. Raises ConflictError if another writer was faster. `data` must
+        be unique, for example by a nonce. If the answer to a write on S3 is lost, only the content shows its success.
         """
         if self.is_remote:
             return self._object.put_if(data, tag)
@@ -119,12 +119,12 @@ class StoragePath:
         return _content_tag(data)
 
     def upload(self, source: Path) -> str:
-        """Replaces an object on S3 by a local file of any size. Returns its new tag."""
+        """Replaces an object on S3 with a local file of any size. Returns the object's new tag."""
         with source.open("rb") as file:
             return self._object.put(file, source.stat().st_size)
 
     def download(self, target: Path) -> Entry:
-        """Copies one version of an object on S3, of any size, to a local path. Returns the version's size and tag."""
+        """Downloads one version of an object on S3 to a local path. Returns the version's size and tag."""
         return self._object.download(target)
 
     def stat(self) -> Entry:
@@ -143,16 +143,16 @@ class StoragePath:
         return dict(self.walk())
 
     def walk(self) -> Iterator[tuple[str, Entry]]:
-        """Yields the items of `list` one by one, in no order.
+        """Yields the items of `list` one by one, in any order.
 
-        Raises OSError if the folder exists and cannot be listed. It leaves out what cannot be read below the folder,
+        Raises OSError if the folder exists and cannot be listed. Skips files and folders below it that cannot be read,
         such as a link to itself.
         """
         if self.is_remote:
             yield from self._object.list()
             return
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path):
-            pass  # it has raised an error for a folder that cannot be listed, which os.walk ignores
+            pass  # scandir raises an error for an unreadable folder, which os.walk would ignore
         for folder, _, names in os.walk(self.path):
             for path in (Path(folder) / name for name in names):
                 with suppress(OSError):  # renamed or removed since it was listed, or a link to itself
@@ -166,7 +166,7 @@ class StoragePath:
             self.path.unlink(missing_ok=True)
 
     def delete_folder(self) -> None:
-        """Removes a folder with everything below it. A missing folder is no error. On S3 one request per object."""
+        """Removes a folder and all below it. A missing folder is no error. On S3, sends one request per object."""
         if self.is_remote:
             for name in self.list():
                 (self / name).delete()
@@ -184,9 +184,9 @@ class StoragePath:
 
 
 def storage_path(path: StoragePath | Path | str, options: StorageOptions = StorageOptions()) -> StoragePath:
-    """A StoragePath from a local path, which is made absolute and without "..", or from an s3:// URI.
+    """A StoragePath for a local path or an s3:// URI. Local paths are made absolute, without "..".
 
-    Raises UserError for ~nobody.
+    Raises UserError if a path begins with ~ and names no user's home, such as ~nobody.
     """
     if isinstance(path, StoragePath):
         return path
@@ -210,9 +210,9 @@ def _content_tag(data: bytes) -> str:
 
 
 def try_rights(folder: StoragePath) -> None:
-    """Raises StorageError unless the folder allows conditional writes, reads and deletions.
+    """Raises StorageError if conditional writes, reads or deletions fail in a folder.
 
-    A lease needs a storage that refuses the second of two writes of a new file. Otherwise two processes would get it.
+    The storage must refuse the second of two writes of a new file. Otherwise two processes could get the same lease.
     """
     probe = _probe(folder)
     try:
@@ -234,9 +234,9 @@ def try_rights(folder: StoragePath) -> None:
 
 
 def try_writing(folder: StoragePath) -> None:
-    """Raises StorageError unless a file can be written in a folder on S3.
+    """Raises StorageError if no file can be written in a folder on S3.
 
-    Without the right to remove files, a small one remains there.
+    If this user may not remove files there, an empty file remains.
     """
     probe = _probe(folder)
     try:
@@ -248,16 +248,17 @@ def try_writing(folder: StoragePath) -> None:
 
 
 def _probe(folder: StoragePath) -> StoragePath:
-    """A new name in a folder, whose requests fail within seconds because a person waits for them."""
+    """The path of a new file in a folder. Its requests fail within seconds, because a person waits for them."""
     return StoragePath(folder.uri, folder.options.hasty) / f".raycap-probe-{uuid.uuid4().hex}"
 
 
 def cache_folder() -> Path:
-    """$RAYCAP_CACHE, or ~/.cache/raycap. It is made if it is missing, so that only this user can enter it.
+    """The folder of all caches: $RAYCAP_CACHE, or ~/.cache/raycap.
 
-    Copies of private data in it may be readable for everybody. A folder that exists keeps its rights.
+    A missing folder is created for this user alone, because copies of private data in it may be readable by everybody.
+    An existing folder keeps its permissions.
     """
     folder = expanded_path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap")
-    with suppress(OSError):  # a later write names the problem
+    with suppress(OSError):  # a later write reports the problem
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     return folder

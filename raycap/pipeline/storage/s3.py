@@ -1,8 +1,8 @@
-"""Objects on S3. No other module imports boto3.
+"""Reads, writes and lists objects on S3. No other module imports boto3.
 
 botocore repeats requests that fail (its mode "legacy", with more attempts), and boto3's transfer manager moves large
-objects in parts. This module also repeats reads whose body was cut, and recognizes a successful conditional write whose
-answer was lost.
+objects in parts. This module also repeats reads whose body was cut. If the answer to a conditional write was lost, it
+compares the stored content to see whether the write succeeded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-LOGGED_AFTER = 5  # failures of a request, which take about 15 s
+LOGGED_AFTER = 5  # a request that fails more often is logged, after about 15 s
 REMOTE = "s3://"
 PART_BYTES = 32 * 2**20  # objects of more than two parts are transferred in parts
 PARTS_AT_A_TIME = 4
-RETRY_MINUTES = 10.0  # the default: S3 may refuse requests for minutes while it splits a prefix
+RETRY_MINUTES = 10.0  # long, because S3 may refuse requests for minutes while it splits a prefix
 PROBE_MINUTES = 1 / 6  # for requests whose result a person waits for
-ATTEMPTS = 10  # of a read whose body was cut, or of a transfer that met another writer
+ATTEMPTS = 10  # of a read whose body was cut, or of a transfer while another process writes
 PAUSE_S = 0.5  # the longest pause between two of these attempts
 
 
@@ -38,32 +38,32 @@ class StorageError(OSError):
 
 
 class OutageError(StorageError):
-    """A request that failed in every attempt, so that the storage and not the one object is at fault."""
+    """A request that failed in every attempt. The storage is at fault, not this object."""
 
 
 class ConflictError(OSError):
-    """A conditional write that came too late: another writer has replaced the file."""
+    """A conditional write that was refused, because another process has written the file."""
 
 
 class Entry(NamedTuple):
-    """The size of a file, and a tag that changes with its content."""
+    """The size of a file, a tag that changes with its content, and its modification time."""
 
     size: int  # in bytes
-    tag: str  # modification time in ns, or the ETag
-    modified: float = 0.0  # Unix seconds; on S3 only listings have it
+    tag: str  # on disk the modification time in ns, on S3 the ETag
+    modified: float = 0.0  # Unix seconds, or 0 if unknown, as on S3 outside of listings
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How S3 is reached."""
+    """The server and region of S3, and the limit of retries."""
 
     endpoint_url: str | None = None  # by default from the usual AWS sources (environment, profile, instance role)
     region: str | None = None  # by default from the same sources
-    retry_minutes: float = RETRY_MINUTES  # how long a request that fails is repeated
+    retry_minutes: float = RETRY_MINUTES  # how long a failing request is repeated
 
     @property
     def hasty(self) -> StorageOptions:
-        """The same storage for requests whose result a person waits for."""
+        """The same options with few retries, for requests whose result a person waits for."""
         return replace(self, retry_minutes=min(PROBE_MINUTES, self.retry_minutes))
 
 
@@ -78,7 +78,7 @@ class S3Object:
     options: StorageOptions
 
     def require_answer(self) -> None:
-        """Raises an error if no server answers or the bucket does not exist."""
+        """Raises an error if no server answers or the bucket does not exist. A refusal counts as an answer."""
         from botocore.exceptions import ClientError
 
         bucket, key = self._location.values()
@@ -86,14 +86,14 @@ class S3Object:
             with self._errors_translated():
                 self._client.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1)
         except StorageError as error:
-            has_answered = isinstance(error.__cause__, ClientError)  # a refusal is an answer, too
+            has_answered = isinstance(error.__cause__, ClientError)
             if not has_answered:
                 raise
 
     def get(self, max_bytes: int | None = None, **extra: str) -> tuple[bytes, str]:
         """Returns the content and the tag. extra: more parameters of GetObject, such as Range.
 
-        Raises OSError before it reads the content if that has more than `max_bytes` bytes.
+        Raises OSError, without reading the content, if the content has more than `max_bytes` bytes.
         """
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
@@ -111,15 +111,15 @@ class S3Object:
         raise AssertionError("the last attempt returns or raises")
 
     def put_if(self, data: bytes, tag: str | None) -> str:
-        """Replaces the object if it has this tag, and returns the new tag. With the tag None, no object may exist.
+        """Replaces the object if it has this tag, and returns the new tag. If the tag is None, no object may exist.
 
         Raises ConflictError if another writer was faster. `data` must be unique, for example by a nonce. If the answer
-        to a successful write is lost, the repeated write is refused, and only the content shows that it was successful.
+        to a successful write is lost, the repeated write is refused, so only the stored content shows the success.
         """
         from botocore.exceptions import ClientError
 
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        # the object was replaced or, where it must exist, removed
+        # A write is too late if the object was replaced or, where a tag is given, removed.
         refusals = {HTTPStatus.PRECONDITION_FAILED} | ({HTTPStatus.NOT_FOUND} if tag is not None else set())
         with self._errors_translated():
             for is_last in _attempts():
@@ -138,10 +138,10 @@ class S3Object:
         raise ConflictError(f"{self.uri} was written by another process")
 
     def put(self, file: BinaryIO, size: int) -> str:
-        """Replaces the object by a file of `size` bytes, a large file in parts. Returns the object's tag."""
+        """Uploads a file of `size` bytes, in parts if it is large. Returns the object's new tag."""
         with self._errors_translated():
             if size <= 2 * PART_BYTES:
-                # The content is sent, because a writer may extend the file between the checksum and the transfer.
+                # The file is read only once, because a writer may extend it between the checksum and the transfer.
                 return str(self._client.put_object(**self._location, Body=file.read())["ETag"])
             self._client.upload_fileobj(file, *self._location.values(), Config=self._transfer_config)
         return self.head().tag
@@ -159,7 +159,7 @@ class S3Object:
                 data, tag = self.get()
                 path.write_bytes(data)
                 return Entry(len(data), tag)
-            # the error means that the object was replaced between two of its parts
+            # S3DownloadFailedError: the object was replaced between two parts, so it is downloaded again
             with suppress(S3DownloadFailedError), self._errors_translated():
                 self._client.download_file(**self._location, Filename=str(path), Config=self._transfer_config)
                 if self.head() == found:
@@ -173,7 +173,7 @@ class S3Object:
         return Entry(answer["ContentLength"], answer["ETag"])
 
     def list(self) -> Iterator[tuple[str, Entry]]:
-        """Every object below this prefix by its relative name."""
+        """Yields the relative name and the entry of every object below this prefix."""
         bucket, key = self._location.values()
         prefix = f"{key.rstrip('/')}/" if key else ""
         with self._errors_translated():
@@ -192,7 +192,10 @@ class S3Object:
 
     @property
     def _transfer_config(self) -> Any:
-        """The settings of boto3's transfer manager for large objects. Its "crt" client would ignore them."""
+        """The settings of boto3's transfer manager for large objects.
+
+        The transfer client is "classic", because the "crt" client ignores these settings.
+        """
         from boto3.s3.transfer import TransferConfig
 
         sizes = {"multipart_threshold": 2 * PART_BYTES, "multipart_chunksize": PART_BYTES}
@@ -206,7 +209,11 @@ class S3Object:
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
-        """Raises FileNotFoundError, PermissionError (of an archived object) or StorageError for boto3's errors."""
+        """Raises StorageError in place of boto3's errors, except for errors of the object itself.
+
+        A missing object or bucket raises FileNotFoundError, an archived object PermissionError, and a range beyond the
+        object's end OSError.
+        """
         from boto3.exceptions import Boto3Error
         from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
@@ -214,7 +221,7 @@ class S3Object:
             yield
         except ClientError as error:
             code = error.response["Error"].get("Code")
-            if code == "InvalidObjectState":  # only this object is at fault
+            if code == "InvalidObjectState":  # this object is at fault, not the storage
                 raise OSError(errno.EACCES, "the object is archived and must be restored first", self.uri) from error
             if _status(error) == HTTPStatus.NOT_FOUND:
                 kind = "bucket" if code == "NoSuchBucket" else "object"
@@ -234,7 +241,7 @@ class S3Object:
 
 
 def _attempts() -> Iterator[bool]:
-    """Yields ATTEMPTS times whether it is the last attempt, and pauses before each attempt but the first."""
+    """Yields False for each attempt and True for the last, ATTEMPTS values in all. Pauses between two attempts."""
     for number in range(1, ATTEMPTS + 1):
         yield number == ATTEMPTS
         time.sleep(random.uniform(0, PAUSE_S))
@@ -245,24 +252,27 @@ def is_remote(uri: str) -> bool:
 
 
 def _status(error: Any) -> int:
-    """The HTTP status in a botocore ClientError, or 0."""
+    """The HTTP status in a botocore ClientError, or 0 if it has none."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 @lru_cache(maxsize=8)
 def _client(options: StorageOptions, pid: int) -> Any:
-    """The client for these options. Threads share it, but not processes, because a fork must not share its sockets."""
+    """The boto3 client for these options, shared by all threads of a process.
+
+    pid: the process. A forked process thus creates its own client, because a fork must not use its parent's sockets.
+    """
     import boto3
     from botocore.config import Config
 
-    # The first pause is a random part of 1 s, the next one of 2 s, then 4 s. All pauses take about `retry_minutes`.
+    # Pauses are random, up to 1 s, then 2 s, then 4 s, so that this many attempts take about `retry_minutes`.
     attempts = 1 + int(math.log2(1 + 120 * options.retry_minutes))
     config = Config(
         connect_timeout=5,
         read_timeout=30,
         max_pool_connections=32,
-        # In the modes "standard" and "adaptive", all threads share a quota of 35 to 100 repeats, which an outage uses
-        # up within seconds.
+        # The mode is "legacy", because in the modes "standard" and "adaptive" all threads share a quota of 35 to 100
+        # repeats, which an outage uses up within seconds.
         retries={"mode": "legacy", "total_max_attempts": attempts},
     )
     client = boto3.session.Session().client(
@@ -275,7 +285,7 @@ def _client(options: StorageOptions, pid: int) -> Any:
 def _log_failure(
     attempts: int, operation: Any, request_dict: Any, caught_exception: Any, response: Any, **_: Any
 ) -> None:
-    """Logs a request that has failed for some time. It is called by botocore before it decides about a repeat."""
+    """Logs a request that has failed more than LOGGED_AFTER times. botocore calls this function after each attempt."""
     status = 0 if response is None else response[0].status_code
     if attempts > LOGGED_AFTER and (caught_exception or status >= HTTPStatus.INTERNAL_SERVER_ERROR):
         reason = " ".join(str(caught_exception or status).split())

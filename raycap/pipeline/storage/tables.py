@@ -1,4 +1,4 @@
-"""Arrow tables as Parquet files, whose pages have checksums."""
+"""Reads and writes Arrow tables as Parquet files, with a checksum for each page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 def read_cache(path: StoragePath, schema: pa.Schema) -> pa.Table:
-    """Reads a Parquet file that can be made again. A missing file gives an empty table.
+    """Reads a Parquet file whose content can be computed again. Returns an empty table if the file is missing.
 
-    A damaged file also gives an empty table. The log names it, and it is removed.
+    If the file is damaged, logs its name, removes it and returns an empty table.
     """
     try:
         return from_bytes(path.read_bytes(), schema, str(path))
@@ -25,7 +25,7 @@ def read_cache(path: StoragePath, schema: pa.Schema) -> pa.Table:
         return schema.empty_table()
     except DamagedError as error:
         logger.warning(f"damaged   {error}; what it held is computed again")
-        with suppress(OSError):  # a storage that cannot be written
+        with suppress(OSError):  # the storage may be read-only
             path.delete()
         return schema.empty_table()
 
@@ -35,20 +35,20 @@ def write_table(path: StoragePath, table: pa.Table) -> None:
 
 
 def to_bytes(table: pa.Table) -> bytes:
-    """The content of a Parquet file with this table."""
+    """Encodes a table as the content of a Parquet file."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, write_page_checksum=True)
     return sink.getvalue().to_pybytes()
 
 
 def from_bytes(data: bytes, schema: pa.Schema | None, name: str = "the table") -> pa.Table:
-    """The table in the content of a Parquet file. name: for errors. schema: None for the file's own schema.
+    """Decodes the content of a Parquet file. name: for errors. schema: if it is None, the file's own schema.
 
-    Raises DamagedError.
+    Raises DamagedError if the content is damaged or does not fit the schema.
     """
     try:
         return pq.read_table(pa.BufferReader(data), schema=schema, page_checksum_verification=True)
-    except (MemoryError, pa.ArrowCancelled):  # the file is not at fault; Arrow's error for memory is a MemoryError
+    except (MemoryError, pa.ArrowCancelled):  # the file is intact; ArrowMemoryError is a MemoryError
         raise
     except (pa.ArrowException, OSError, TypeError) as error:  # a column of another type raises TypeError
         raise DamagedError(f"{name} is damaged: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""Weights of modules as safetensors files: written whole or not at all, loaded strictly."""
+"""Saves weights of modules as safetensors files atomically, and loads them strictly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from raycap.pipeline.runtime.names import MAX_ERROR, printable
 from raycap.pipeline.storage.atomic import atomic_path, write_bytes
 from raycap.pipeline.storage.digests import file_digest
 
-if TYPE_CHECKING:  # a digest needs no torch, whose import takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds, and callers that need only a digest can do without it
     from torch import nn
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
-    """Writes the state of a module as a safetensors file. Raises OSError, for example when the disk is full."""
+    """Writes the state of a module as a safetensors file. Raises OSError if writing fails, as on a full disk."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -33,7 +33,7 @@ def save_weights(module: nn.Module, path: Path) -> None:
 
 
 def keep_weights(module: nn.Module, folder: Path) -> Path:
-    """Writes the state of a module unless `folder` has it. Returns the file, which is named by its digest."""
+    """Writes the state of a module to a file named by its digest, unless that exists in `folder`. Returns the path."""
     from safetensors.torch import save
 
     content = save({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()})
@@ -45,10 +45,10 @@ def keep_weights(module: nn.Module, folder: Path) -> Path:
 
 
 def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> None:
-    """Loads the file `path` into `module`. data: the content of the file, if it was read before.
+    """Loads weights from the file `path` into `module`. data: the content of the file, if it was read before.
 
-    Raises ValueError with some of the names if names or shapes of tensors do not match, and DamagedError for a file
-    that cannot be read.
+    Raises ValueError if names or shapes of tensors differ, with some of the names. Raises DamagedError if the file
+    cannot be parsed.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load, load_file
@@ -68,7 +68,7 @@ def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> No
 
 
 def export_backbone(source: Path, target: Path) -> None:
-    """Writes a run's backbone file with timm's parameter names, for the key `backbone.weights`."""
+    """Copies a run's backbone file with timm's parameter names, as the key `backbone.weights` needs them."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name.partition(".")[2]: tensor for name, tensor in load_file(source).items()}
@@ -77,12 +77,12 @@ def export_backbone(source: Path, target: Path) -> None:
 
 
 def weights_file_digest(path: Path) -> str:
-    """The SHA-256 of a safetensors file. Files with equal tensors have equal digests."""
+    """The SHA-256 of a safetensors file, which identifies its weights. An unchanged file is hashed once per process."""
     status = path.stat()
     return _digest(str(path), status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _digest(path: str, size: int, mtime_ns: int) -> str:
-    """The SHA-256 of a file. A changed file has another size or time, so that its old digest is not used."""
+    """The SHA-256 of a file. Size and time are in the key of the cache, so that a changed file is hashed again."""
     return file_digest(Path(path))

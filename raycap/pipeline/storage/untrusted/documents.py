@@ -1,8 +1,8 @@
-"""Reads local files that may be anything, and parses JSON, YAML and gzip from elsewhere.
+"""Reads local files of unknown kind, and parses JSON, YAML and gzip that strangers may have written.
 
-A file may be a pipe, a device, or larger than the memory. A document that cannot be parsed raises a UserError that
-begins with its name. Depth, aliases and decompressed size are limited, because a few hundred bytes of nested lists,
-YAML aliases or gzip can fill the memory.
+A path may lead to a pipe, a device, or a file that is larger than the memory, so only regular files are read, up to a
+limit. If a document cannot be parsed, a UserError begins with the document's name. Depth, aliases and decompressed size
+are limited, because a few hundred bytes of nested lists, YAML aliases or gzip can fill the memory.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_DOCUMENT_BYTES = 2**30
-MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for a text of this length
-MAX_YAML_NUMBER = 1000  # characters, because YAML's numbers in base 60 can become very large
-MAX_YAML_NODES = 100_000  # where an alias counts as a copy
-MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values, where an alias counts as a copy
+MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this length, so longer texts are refused
+MAX_YAML_NUMBER = 1000  # characters of a number; limited, because numbers in base 60 can become very large
+MAX_YAML_NODES = 100_000  # an alias counts as a copy of what it names
+MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values; an alias counts as a copy
 MAX_YAML_DEPTH = 50
 MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
-MIN_LIMIT_BYTES = 64 * 2**20  # to which even the smallest file may decompress
+MIN_LIMIT_BYTES = 64 * 2**20  # every file may decompress to this size
 YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_document(path: Path) -> bytes:
-    """The content of a file of text, JSON or a table. Raises OSError as `read_regular_file`."""
+    """The content of a file of text, JSON or a table, at most MAX_DOCUMENT_BYTES. May raise OSError."""
     return read_regular_file(path, MAX_DOCUMENT_BYTES)
 
 
 def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
-    """The content of a regular file, which a link may lead to.
+    """The content of a regular file or of a link to one.
 
-    Raises OSError for a folder, pipe, socket or device, without waiting for a writer, and for a file of more than
-    `max_bytes` bytes, of which no more is read.
+    Raises OSError for a folder, pipe, socket or device, and does not wait for a pipe's writer. Raises OSError also for
+    a file of more than `max_bytes` bytes, and does not read its rest.
     """
     with open_regular_file(path) as file:
         if max_bytes is None:
             return file.read()
         if (size := os.fstat(file.fileno()).st_size) <= max_bytes:
             data = file.read(size + 1)
-            if len(data) > size:  # the file grows
+            if len(data) > size:  # the file has grown meanwhile
                 data += file.read(max_bytes + 1 - len(data))
             if len(data) <= max_bytes:
                 return data
@@ -61,17 +61,17 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def is_file(path: Path) -> bool:
-    """True if the path leads to a regular file. A text that cannot be a path leads to none."""
+    """True if the path leads to a regular file. False if its text cannot be a path, for example with a NUL."""
     return stat.S_ISREG(_mode(path))
 
 
 def is_folder(path: Path) -> bool:
-    """True if the path leads to a folder. A text that cannot be a path leads to none."""
+    """True if the path leads to a folder. False if its text cannot be a path, for example with a NUL."""
     return stat.S_ISDIR(_mode(path))
 
 
 def _mode(path: Path) -> int:
-    """The mode of what a path leads to; 0 if it leads to nothing."""
+    """The mode (`st_mode`) of the file or folder at a path, or 0 if there is none."""
     try:
         return path.stat().st_mode
     except (OSError, ValueError):  # missing, too long, or with a NUL
@@ -79,10 +79,10 @@ def _mode(path: Path) -> int:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Opens a regular file, which a link may lead to, for reading. Raises OSError for a folder, pipe or device."""
+    """Opens a regular file, or a link to one, for reading. Raises OSError for a folder, pipe or device."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would wait for a writer
-    except ValueError as error:  # a NUL, or half a character
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK, as pipes wait for a writer
+    except ValueError as error:  # the text has a NUL or half of a surrogate pair
         raise OSError(errno.EINVAL, "not the name of a file", str(path)) from error
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -94,7 +94,7 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 class RangedFile(io.RawIOBase):
-    """A file of `size` bytes without a buffer. `read_range` reads a range, given by its start and length."""
+    """An unbuffered file of `size` bytes. read_range: reads a range of bytes, given its start and length."""
 
     def __init__(self, size: int, read_range: Callable[[int, int], bytes]) -> None:
         self.size, self.read_range, self.place = size, read_range, 0
@@ -123,7 +123,7 @@ class RangedFile(io.RawIOBase):
 
 
 def _refuse_constant(constant: str) -> None:
-    """Called by the parser for NaN and Infinity, which are no JSON."""
+    """Raises ValueError for NaN and Infinity, because they are not JSON. The parser calls this function for them."""
     raise ValueError(f"{constant} is not a JSON number")
 
 
@@ -131,11 +131,12 @@ _STRICT = JSONDecoder(parse_constant=_refuse_constant)  # made once, because a f
 
 
 def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
-    """The value of a JSON document in UTF-8. NaN, Infinity and half of a surrogate pair are refused.
+    """The value of a JSON document in UTF-8. name: begins the errors. Raises UserError if the document is not valid.
 
-    Callers must expect OverflowError when they make an integer, because 1e999 is read as infinity. They must use
-    `quoted` in place of `repr` in messages, because a value may be nested hundreds of levels deep.
-    strict: if false, NaN, Infinity and halves of surrogate pairs are allowed, for a reader that checks each value.
+    strict: if true, NaN, Infinity and halves of surrogate pairs are refused. If false, they are allowed, for a caller
+    that checks each value. Callers must expect OverflowError when they convert a number to an integer, because 1e999 is
+    read as infinity. In messages they must use `quoted`, not `repr`, because a value may be nested hundreds of levels
+    deep.
     """
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
@@ -152,7 +153,10 @@ def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
 
 
 def parse_yaml(text: bytes | str, name: str) -> Any:
-    """The value of a YAML document of plain values: mappings, lists, text, numbers, booleans, dates and null."""
+    """The value of a YAML document of mappings, lists, text, numbers, booleans, dates and null.
+
+    Raises UserError if the document is not valid, has another tag or exceeds a limit. name: begins the errors.
+    """
     import yaml
 
     try:
@@ -174,14 +178,15 @@ def parse_yaml(text: bytes | str, name: str) -> Any:
         raise
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{name} is not valid YAML: {_yaml_problem(error)}") from error
-    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:  # whose text quotes the value
+    except (LookupError, AttributeError, ValueError, TypeError, OverflowError) as error:
+        # The error's own text is not shown, because it quotes the value.
         raise UserError(
             f"{name} is not valid YAML: a value is no date, or does not fit its tag (!!int, ...)"
         ) from error
 
 
 def _yaml_problem(error: Exception) -> str:
-    """What is wrong in YAML, and where. No word of the text is quoted, because it may be a secret."""
+    """Describes an error in a YAML text and its place. Quotes no words of the text, because they may be secrets."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if problem is None or mark is None:
         return one_line(error)
@@ -189,7 +194,7 @@ def _yaml_problem(error: Exception) -> str:
         return f"found a tab in {_place(mark)}; indent with blanks"
     if problem == "second occurrence":
         return f"an anchor is defined a second time in {_place(mark)}"
-    problem = re.sub(r"'[^'<\s]{2,}'", "'...'", problem)  # the name of a tag or alias
+    problem = re.sub(r"'[^'<\s]{2,}'", "'...'", problem)  # without the name of a tag or alias
     return f"{printable(problem)} in {_place(mark)}"
 
 
@@ -200,10 +205,10 @@ def _place(mark: yaml.Mark) -> str:
 def _measure_node(
     node: yaml.Node, name: str, measured: dict[int, tuple[int, int, int]], parents: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """The numbers of nodes and characters and the height of a tree, where an alias counts as a copy.
+    """The number of nodes, the number of characters, and the height of a tree. An alias counts as a copy.
 
-    Raises UserError above a limit. measured: the results by a node's identity, so that an alias takes no time. parents:
-    the identities of the nodes above this one.
+    Raises UserError above a limit. measured: earlier results by `id(node)`, so that an alias takes no time. parents:
+    `id(node)` of each node above this one.
     """
     if id(node) in parents:
         raise UserError(f"{name}: an alias contains itself")
@@ -232,7 +237,7 @@ def _measure_node(
 
 
 def _refuse_repeated_keys(pairs: Sequence[object], name: str) -> None:
-    """Raises UserError if a mapping has a key twice; the parser would use the last. pairs: the node's value."""
+    """Raises UserError if a mapping repeats a key, because YAML would keep the last value. pairs: the node's value."""
     seen = set[tuple[str, str]]()
     for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
         if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):
@@ -242,7 +247,7 @@ def _refuse_repeated_keys(pairs: Sequence[object], name: str) -> None:
 
 
 def gunzip(data: bytes, name: str) -> bytes:
-    """The content of a gzip file, which may have several members."""
+    """Decompresses a gzip file, which may have several members. Raises UserError if it is damaged or too large."""
     limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     parts, left = list[bytes](), limit
     try:
@@ -254,14 +259,14 @@ def gunzip(data: bytes, name: str) -> bytes:
                 raise UserError(f"{name} decompresses to more than {limit} bytes; unpack it if it is what you expect")
             if not member.eof:
                 raise EOFError("it ends too early")
-            data = member.unused_data.lstrip(b"\0")  # padding
+            data = member.unused_data.lstrip(b"\0")  # without padding of zeros
     except (zlib.error, EOFError) as error:
         raise UserError(f"{name} is not a whole gzip file: {one_line(error)}") from error
     return b"".join(parts)
 
 
 def kind_of(value: object) -> str:
-    """What a value of JSON or YAML is, in words."""
+    """The kind of a JSON or YAML value in words, for messages."""
     kinds = {
         dict: "an object",
         list: "a list",
@@ -274,7 +279,7 @@ def kind_of(value: object) -> str:
 
 
 def require_mapping(value: object, name: str) -> Mapping[str, Any]:
-    """Returns `value` if it is a mapping with text as keys; else raises UserError."""
+    """Returns `value` if it is a mapping whose keys are text. Raises UserError otherwise."""
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a mapping of keys, found {kind_of(value)}")
     if strange := [key for key in value if not isinstance(key, str)]:

@@ -1,8 +1,8 @@
-"""The process that parses Parquet files from elsewhere. `parquet_files` starts this file as a script.
+"""The process that parses Parquet files which strangers may have written. `parquet_files` runs this file as a script.
 
-A damaged footer can make Arrow end its whole process, and a few hundred bytes can decompress to gigabytes. Therefore
-this process has limits of memory and time. It opens no file: it asks its parent for ranges of one. The parent sends
-tasks as JSON, and the bytes of each range. The child sends pairs of a kind and a content:
+A damaged footer can make Arrow end its whole process, and a few hundred bytes can decompress to gigabytes. The parser
+is therefore a process of its own, the child, with limits of memory and time. The child opens no file. Its parent sends
+tasks as JSON, and the bytes of each range that the child requests. The child sends pairs of a kind and a content:
 
     R  start and length of a range, as JSON        E  an error
     B  a record batch, as an Arrow stream          D  the end, with JSON
@@ -25,10 +25,10 @@ from raycap.models.config import Values
 from raycap.pipeline.storage.untrusted.documents import RangedFile
 
 MAX_MEMORY = 4 * 2**30  # bytes of address space
-MAX_CPU_S = 120  # per task
+MAX_CPU_S = 120  # seconds of CPU time per task
 MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than images
-MIN_LIMIT_BYTES = 64 * 2**20  # to which even the smallest file may decompress
-MIN_LIMIT_VALUES = 1_000_000  # rows that even the smallest file may have; a large file may have one per byte
+MIN_LIMIT_BYTES = 64 * 2**20  # every file may decompress to this size
+MIN_LIMIT_VALUES = 1_000_000  # every file may have so many rows, and a larger file one row per byte
 BATCH_ROWS = 8192
 
 
@@ -42,10 +42,11 @@ def send_batch(parent: Connection, batch: pa.RecordBatch) -> None:
 
 
 def describe(file: pq.ParquetFile) -> Values:
-    """columns: their names. groups: the number of rows of each row group. binary: the columns that contain files.
+    """Describes a file as {"columns", "groups", "binary"}.
 
-    These are columns of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes. binary has the
-    number of the leaf column with the bytes, and the name of the column of paths if there is one.
+    columns: the names of all columns. groups: the number of rows of each row group. binary: for each column of files,
+    the number of the leaf column with the bytes, and the name of the column of paths or None. A column of files has
+    values of bytes, or structs with `bytes` and maybe `path`, as Hugging Face writes them.
     """
     schema, metadata = file.schema_arrow, file.metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
@@ -69,17 +70,17 @@ def is_binary(kind: pa.DataType) -> bool:
 
 
 def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> None:
-    """Sends the rows of some columns, or parts of columns such as image.path.
+    """Sends the rows of some columns, or parts of columns such as image.path. Raises ValueError above a limit.
 
-    A file can store a text once and repeat it in each row. Columns of text are therefore read as dictionaries, so that
-    the size of all rows is known before they are made.
+    A file can store a long text once and use it in every row. Columns of text are therefore read as dictionaries, so
+    that the size of all rows is known before each row gets its copy.
     """
     metadata = pq.ParquetFile(source).metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
     chosen = [
         index
         for index, leaf in enumerate(leaves)
-        if leaf.path in columns or leaf.path.partition(".")[0] in columns  # Arrow reads "a.b" where "a" is asked for
+        if leaf.path in columns or leaf.path.partition(".")[0] in columns  # the name "a" also selects "a.b" in Arrow
     ]
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     stored = min(sum(group.column(index).total_compressed_size for group in groups for index in chosen), source.size)
@@ -87,7 +88,7 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
         raise ValueError(f"it has {metadata.num_rows} rows in {source.size} bytes; the limit is {limit}")
     file = pq.ParquetFile(source, read_dictionary=[leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"])
     limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
-    for group in range(len(groups)):  # one at a time: Arrow cannot join nested dictionaries of two groups
+    for group in range(len(groups)):  # one by one, because Arrow cannot join nested dictionaries of two groups
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
             left -= sum(map(decoded_bytes, batch.columns))
             if left < 0:
@@ -96,9 +97,9 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
 
 
 def decoded_bytes(array: pa.Array) -> int:
-    """The bytes that the values of an array take without dictionaries, where a text counts once for each use.
+    """The size in bytes of an array without dictionaries: a text counts once for each use.
 
-    At least the bytes of a dictionary's indices count, because its texts may be empty.
+    The result is at least the size of the indices, so that a billion empty texts do not count as nothing.
     """
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.binary_length(array.dictionary).take(array.indices)
@@ -111,7 +112,7 @@ def decoded_bytes(array: pa.Array) -> int:
 
 
 def send_values(parent: Connection, file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
-    """Sends a leaf column of at most `most` bytes in a row group, as a column of large binaries."""
+    """Sends a leaf column of a row group as large binaries. Raises ValueError if it has more than `most` bytes."""
     size = file.metadata.row_group(group).column(leaf).total_uncompressed_size
     path = file.metadata.schema.column(leaf).path
     if size <= most:
@@ -126,7 +127,7 @@ def send_values(parent: Connection, file: pq.ParquetFile, group: int, leaf: int,
 
 
 def answer(parent: Connection, task: Values) -> Values:
-    """Sends the batches of a task. Returns its values."""
+    """Executes a task: sends its record batches to the parent, and returns its other results for JSON."""
 
     def read_range(start: int, length: int) -> bytes:
         parent.send_bytes(b"R")
@@ -150,7 +151,7 @@ def answer(parent: Connection, task: Values) -> Values:
 def main() -> None:
     parent = Connection(int(sys.argv[1]))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    with suppress(ValueError, OSError):  # a system without this limit
+    with suppress(ValueError, OSError):  # the system may have no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     with suppress(EOFError, ConnectionError):  # the parent has ended
         while True:
@@ -158,9 +159,9 @@ def main() -> None:
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
             try:
                 kind, content = b"D", json.dumps(answer(parent, task)).encode()
-            except MemoryError:  # also pyarrow's ArrowMemoryError
+            except MemoryError:  # includes ArrowMemoryError
                 kind, content = b"E", b"it needs too much memory"
-            except Exception as error:  # damaged files raise nearly any type
+            except Exception as error:  # damaged files raise nearly any type of error
                 kind, content = b"E", " ".join(str(error).split()).encode(errors="replace")
             parent.send_bytes(kind)
             parent.send_bytes(content)

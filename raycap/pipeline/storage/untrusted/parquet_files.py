@@ -1,7 +1,8 @@
-"""Reads Parquet files from elsewhere: rows of small columns, and the contents of images.
+"""Reads Parquet files that strangers may have written: rows of small columns, and the contents of images.
 
-Another process parses them, with limits of memory and time (`parquet_child`). A file that it cannot read raises a
-UserError that begins with the file's name. Errors of the storage are raised as they are.
+A child process parses the files with limits of memory and time (`parquet_child`), because a damaged file can end the
+process that parses it. If the child cannot read a file, a UserError begins with the file's name. Errors of the storage
+are raised unchanged.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from raycap.pipeline.runtime.names import one_line
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_GROUP_BYTES = 2**29  # of the images in a row group, of which the child holds up to four copies
+MAX_GROUP_BYTES = 2**29  # of images in a row group; the child makes up to four copies in its memory
 _CHILD = Path(__file__).with_name("parquet_child.py")
 
 
 class RowPlace(NamedTuple):
-    """The place of a value: the row group, the row in it, and the number of the leaf column."""
+    """The place of a value: its row group, its row in the group, and the number of its leaf column."""
 
     group: int
     row: int
@@ -38,14 +39,14 @@ class RowPlace(NamedTuple):
 
 
 class BinaryColumn(NamedTuple):
-    """A column that contains files: the number of its leaf column, and the column of their names if there is one."""
+    """A column that contains files. leaf: the number of its leaf column. names: the column of file names, or None."""
 
     leaf: int
     names: str | None
 
 
 class ParquetFile:
-    """An open Parquet file. `name` begins the errors' messages."""
+    """An open Parquet file. name: begins the messages of errors."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self.file, self.name = file, name
@@ -55,11 +56,14 @@ class ParquetFile:
         self._binary = {column: BinaryColumn(*values) for column, values in found["binary"].items()}
 
     def binary_column(self, name: str) -> BinaryColumn | None:
-        """A column of bytes, or of structs with `bytes` and maybe `path`, as Hugging Face writes; None for others."""
+        """The column of this name if it contains files, else None.
+
+        Such a column has values of bytes, or structs with `bytes` and maybe `path`, as Hugging Face writes them.
+        """
         return self._binary.get(name)
 
     def rows(self, columns: Sequence[str]) -> Iterator[Values]:
-        """The rows. columns: the names of the columns to read, or of their parts, such as image.path."""
+        """Yields the rows. columns: the names of the columns to read, or of parts of columns, such as image.path."""
         batches, _ = self._ask({"kind": "rows", "columns": list(columns)})
         for batch in batches:
             try:
@@ -68,12 +72,12 @@ class ParquetFile:
                 raise UserError(f"{self.name} has a text that is not UTF-8: {error}; write it again") from error
 
     def places(self, column: BinaryColumn) -> Iterator[RowPlace]:
-        """The place of each row's value in a column that contains files."""
+        """Yields the place of each row's value in a column that contains files."""
         for group, count in enumerate(self.num_rows_of_groups):
             yield from (RowPlace(group, row, column.leaf) for row in range(count))
 
     def values(self, group: int, leaf: int) -> pa.LargeBinaryArray:
-        """The values of a leaf column of bytes in a row group."""
+        """All values of a leaf column of bytes in a row group. Raises UserError above MAX_GROUP_BYTES."""
         batches, _ = self._ask({"kind": "values", "group": group, "leaf": leaf, "most": MAX_GROUP_BYTES})
         return batches[0].column(0)
 
@@ -85,7 +89,7 @@ class ParquetFile:
 
 
 class _Child:
-    """The child process. It has one task at a time. The next task starts it again if it has died."""
+    """The child process, which executes one task at a time. If the child has died, the next task starts a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,7 +97,10 @@ class _Child:
         atexit.register(self.stop)
 
     def ask(self, file: BinaryIO, task: Mapping[str, object]) -> tuple[list[pa.RecordBatch], Values]:
-        """The batches and the values that a task gives for a file. Raises ValueError, and the errors of reading it."""
+        """Sends a task about a file to the child. Returns the task's record batches and its other results.
+
+        Raises ValueError if the child cannot parse the file or has died, and OSError if the file cannot be read.
+        """
         import pyarrow as pa
 
         with self._lock:
@@ -117,11 +124,11 @@ class _Child:
             except (EOFError, BrokenPipeError, ConnectionResetError) as error:
                 raise ValueError("its reader ended, by a limit of memory or time or by damage") from error
             finally:
-                if kind not in (b"D", b"E"):  # also when the file could not be read, and the child waits for a range
+                if kind not in (b"D", b"E"):  # after an error of this process, the child still waits, so it is stopped
                     self.stop()
 
     def _received(self) -> bytes:
-        """The next message. Raises EOFError also if the child ends inside a message."""
+        """The child's next message. Raises EOFError if the child has ended, even in the middle of a message."""
         try:
             return self._pipe.recv_bytes()
         except OSError as error:
@@ -140,7 +147,7 @@ class _Child:
         other.close()
 
     def stop(self) -> None:
-        """Ends the process."""
+        """Kills the child if there is one."""
         if self._process is not None:
             self._pipe.close()
             self._process.kill()
@@ -150,5 +157,5 @@ class _Child:
 
 @cache
 def _child(_: int) -> _Child:
-    """This process's child. The argument is the process's number: a forked process has a child of its own."""
+    """This process's child. The argument is the process's number, so that a forked process starts its own child."""
     return _Child()
