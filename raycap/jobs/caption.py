@@ -166,7 +166,7 @@ class Request:
         return bool(cluster_address(self.processes.address))  # in a submitted job, Ray sets a variable to the address
 
     def check(self, num_images: int) -> None:
-        """Raises UserError if the bundle cannot caption images with these options. Notes a missing confidence on stderr."""
+        """Raises UserError if the bundle cannot caption images with these options. Prints a note without confidence."""
         bundle, settings = self.opened.bundle, self.settings
         if bundle.transform is None:
             raise UserError(

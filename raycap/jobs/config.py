@@ -1,4 +1,4 @@
-"""`raycap config`: what a configuration says after `extends`, `--set` and variables, and which keys there are."""
+"""`raycap config`: prints a configuration with the values of `extends`, `--set` and defaults, or all possible keys."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def config(
 
 
 def config_schema() -> Values:
-    """Pydantic's JSON schema of a run's YAML, with which an editor completes keys, explains them and marks mistakes.
+    """The JSON schema of a run's YAML file, with which an editor completes and explains keys and marks mistakes.
 
-    A file that extends another one may lack any key. The schema does not check keys against each other.
+    The schema allows a file that extends another one to lack any key. It does not check keys against each other.
     """
     schema = RunConfig.model_json_schema()
     for section in schema["$defs"].values():
