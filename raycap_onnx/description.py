@@ -40,7 +40,7 @@ def is_number(value: Any) -> bool:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises CaptionerError."""
+    """The content of a regular file. Raises CaptionerError if it cannot be read or has more than `limit` bytes."""
     try:
         if path.exists() and not path.is_file():  # opening a named pipe would never return
             raise CaptionerError(f"{path}: it is not a file")
@@ -54,7 +54,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """The value in a JSON file. Raises CaptionerError."""
+    """The value in a JSON file. Raises CaptionerError if it cannot be read, is too large, or is not JSON."""
     data = read_file(path, limit)
     try:
         return json.loads(data)

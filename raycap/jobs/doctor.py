@@ -128,7 +128,7 @@ def doctor(
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
-    """The run that a YAML file describes, and the resources of each stage. For a search, the run is that of the base."""
+    """The run that a YAML file describes, and the resources of each stage. The run of a search is that of its base."""
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
         search = load_search(path, overrides)

@@ -289,7 +289,7 @@ def exit_code(every: Sequence[Scores]) -> int:
 
 
 def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[StoragePath]:
-    """The bundles that an option names. Raises UserError if one cannot be loaded, or needs features that are missing."""
+    """The bundles that an option names. Raises UserError if one cannot be loaded, or if its features are missing."""
     found = []
     for model in models:
         opened = open_bundle(option, model, config.storage.options)

@@ -57,7 +57,8 @@ KNOWN = {
 }  # fmt: skip
 # The files that are removed first, in this order. Without them, readers see that the folder is not complete.
 MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"manifest/.*", "COMPLETE")
-FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
+# Errors that are raised when a damaged file is read.
+FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)
 
 
 def runs(
