@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     search = {"beam_size": options.beam, "max_length": options.max_length}
     try:
         captioner = Captioner(options.folder, threads=options.threads)
-        captioner.caption([], **search)  # raises CaptionerError for a bad search
+        captioner.caption([], **search)  # a bad search raises CaptionerError before the first image
     except CaptionerError as error:
         print(f"raycap_onnx: {error}", file=sys.stderr)
         return 2

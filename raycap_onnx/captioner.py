@@ -20,7 +20,7 @@ FORMAT = 2  # the version of captioner.json's format
 MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # limits for captioner.json and vocabulary.json
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
-BATCH_SIZE, MAX_BATCH, MAX_REGIONS = 16, 100_000, 100_000  # images, images, and regions per image
+BATCH_SIZE, MAX_BATCH, MAX_REGIONS = 16, 100_000, 100_000  # images per batch, its limit, limit of regions per image
 KINDS = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}  # all other types of a cache are float32
 
 

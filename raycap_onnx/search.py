@@ -78,7 +78,7 @@ def beam_search(
     scores = np.full(ended.shape, -np.inf, np.float32)
     scores[:, 0] = 0.0  # All beams of an image are equal at first, so only the first beam is continued.
     images, cache = np.arange(num_images), None
-    new, rows = tokens[:, :1, 0], images[:, None]  # the first step computes one beam per image
+    new, rows = tokens[:, :1, 0], images[:, None]  # one beam per image in the first step
     for position in range(1, search.max_length):
         offered, cache = step(new, rows, memory, cache)
         num_rows = offered.shape[1]  # per image
@@ -142,7 +142,7 @@ def _restricted(log_probs: np.ndarray, tokens: np.ndarray, search: Search, words
         forbidden[image, beam, windows[image, beam, window, -1]] = True
     if search.no_open_endings:
         forbidden[:, :, words.eos] |= np.isin(tokens[:, :, -1], words.open_endings)
-        if length + 1 == search.max_length:  # the next word is the last one
+        if length + 1 == search.max_length:  # the last word must not need another
             forbidden[:, :, words.open_endings] = True
     forbidden[:, :, words.eos] &= ~forbidden.all(-1)
     return np.where(forbidden, np.float32(-np.inf), log_probs)

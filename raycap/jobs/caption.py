@@ -124,8 +124,8 @@ class Processes(NamedTuple):
 
     address: the cluster's. If it is None, Ray starts on this machine. gpus: GPUs per process. If it is None, each
     process gets one GPU if Ray has GPUs, otherwise none. most: the largest number of processes. If it is None, Ray
-    starts as many as it has room for. wait_minutes: how long to wait for the first process. stall_minutes: how long no
-    caption may arrive.
+    starts as many as it has room for. wait_minutes: limit of the wait for the first process. stall_minutes: limit of
+    the time without a new caption.
     """
 
     address: str | None
@@ -166,7 +166,7 @@ class Request:
         return bool(cluster_address(self.processes.address))  # in a submitted job, Ray sets a variable to the address
 
     def check(self, num_images: int) -> None:
-        """Raises UserError if the bundle cannot caption images with these options. Prints a note without confidence."""
+        """Raises UserError if the options do not fit the bundle or the images. Notes if there is no confidence."""
         bundle, settings = self.opened.bundle, self.settings
         if bundle.transform is None:
             raise UserError(
@@ -282,7 +282,7 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
     opened, processes = request.opened, request.processes
     has_joined_cluster = connect(processes.address)
     pool = start_pool(processes, has_joined_cluster)
-    if has_joined_cluster and not opened.location.is_remote:  # sent, because nodes cannot read this machine's disk
+    if has_joined_cluster and not opened.location.is_remote:  # other nodes cannot read it, so it is sent
         source: ModelSource = SentBundle.of(opened.folder)
     else:
         source = StoredBundle(opened.location, bundle_digests(opened.folder))
@@ -306,9 +306,9 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
 
 
 def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
-    """The pool of captioning processes, returned as soon as a cluster can place one of them.
+    """Waits until a cluster can place a captioning process, and returns the pool of these processes.
 
-    Raises UserError if a Ray on this machine has too few GPUs for one process.
+    Raises UserError if Ray runs only on this machine and has too few GPUs for one process.
     """
     import ray
 
@@ -342,7 +342,7 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str) ->
 
 
 def _print_row(json_lines: bool, row: Row) -> None:
-    """Prints an output row, as JSON or as text. The text has its control characters escaped."""
+    """Prints an output row as JSON, or as text in which control characters are escaped."""
     if json_lines:
         print(json.dumps(row))
         return

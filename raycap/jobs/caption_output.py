@@ -113,7 +113,7 @@ class Parts:
     def __init__(self, folder: StoragePath) -> None:
         self.folder, self.number = folder, max(_part_numbers(folder), default=0)
         self.lines: list[bytes] = []
-        self.begin = 0.0  # when the oldest of `lines` was added, by the monotonic clock
+        self.begin = 0.0  # when the oldest of `lines` was added, in seconds of time.monotonic
 
     def add(self, line: bytes) -> None:
         """Adds a line. Writes a part after PART_ROWS lines, or if the oldest line is PART_S seconds old."""

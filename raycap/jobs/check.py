@@ -59,5 +59,5 @@ def _print_statistics(statistics: Values) -> None:
 
 
 def _print(line: str) -> None:
-    """Prints a line without control characters, because a name in the data set may contain some."""
+    """Prints a line with control characters escaped, because names in the data set may contain them."""
     print(printable(line))

@@ -119,7 +119,7 @@ def root_command() -> LazyGroup:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code. argv: arguments. If it is None, they are those of this process."""
+    """Runs a command and returns its exit code. argv: the arguments. If it is None, sys.argv gives them."""
     handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print(STOPPED, file=sys.stderr)
         return exit_code()
-    except BrokenPipeError:  # `head` has closed the pipe, to which Python's flush at exit would fail again
+    except BrokenPipeError:  # `head` has closed the pipe, so Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

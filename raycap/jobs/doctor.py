@@ -46,7 +46,7 @@ from raycap.pipeline.tracking.mlflow_client import public_uri, reason_of, tracki
 from raycap.pipeline.version import commit
 
 OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `cluster.start` starts
-ANSWER_S = 60.0  # the deadline for the answers of all nodes, with the time in which their processes start
+ANSWER_S = 60.0  # the deadline for the answers of all nodes, including the start of their processes
 Requests = Mapping[str, Sequence[Resources]]  # the resources of each process, by stage
 
 
@@ -244,7 +244,7 @@ def storage(folder: StoragePath, probe: str = "") -> Finding:
 
 
 def data(config: RunConfig) -> str:
-    """A text that names the data set's annotations. Raises UserError if the file does not exist. Does not read it."""
+    """A text that names the data set's annotations, which are not read. Raises UserError if they do not exist."""
     section = config.data
     if section.root is None:
         return "synthetic data set"
@@ -270,7 +270,7 @@ def tracker(config: RunConfig) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal on all machines, without suffixes such as +cu126 of builds for some hardware."""
+    """The versions that must be equal on all machines. Suffixes of builds for one hardware, such as +cu126, are cut."""
     found = {"python": ".".join(platform.python_version_tuple()[:2]), "raycap": commit()}
     return found | {name: importlib.metadata.version(name).partition("+")[0] for name in ("ray", "torch")}
 

@@ -180,7 +180,7 @@ class Evaluator:
     def evaluate_each(
         self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder, *, may_store: bool = True
     ) -> list[EvaluatedModel]:
-        """The scores of each model. Its results are written to the subfolder of `folder` with the model's label.
+        """Evaluates each model, and writes its results to the subfolder of `folder` with the model's label.
 
         may_store: True if bundles get the confidence that was fitted.
         """
@@ -261,7 +261,7 @@ def _content_of_others(others: Sequence[EvaluatedModel], scores: SeedScores, gap
 
 
 def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
-    """The rows of the page: for each split, the scores of both systems and of their models. The differences follow.
+    """The rows of the page: for each split, the scores of both systems and of their models, and last the differences.
 
     sides: the scores of this system and of the other one, if there is one, by the prefix of their rows.
     """

@@ -88,8 +88,8 @@ def _read_settings(overrides: Sequence[str]) -> dict[str, Values]:
 def _protocol(source: str, captioner: Captioner, objective: Literal["cross_entropy", "scst"] | None) -> Protocol:
     """The protocol of the original: its authors' search, and for SCST whether EOS counts in the reward.
 
-    source: a key of FORMATS. If the model has fewer positions than the original's longest captions have tokens, their
-    number becomes the maximum length.
+    source: a key of FORMATS. If the model has fewer positions than the original's maximum length, the number of
+    positions is the maximum length.
     """
     published, model = shared_protocol(source), captioner.model
     ours = model_protocol(model.config, regions=published.features == "regions")

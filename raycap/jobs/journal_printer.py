@@ -53,7 +53,7 @@ class JournalPrinter:
         try:
             if download:
                 self._downloaded_at = time.monotonic()
-                with suppress(OSError, UserError):  # then entries are printed later
+                with suppress(OSError, UserError):  # a failed download only delays the output
                     self.folder.pull(JOURNAL)
             size = journal_bytes(self.folder.journal)
             if size != self._size:
@@ -67,7 +67,7 @@ class JournalPrinter:
             self._has_failed = True
 
     def line(self, entry: Values) -> str:
-        """A journal entry as a line of text. The time left follows from the speed since the last text."""
+        """A journal entry as a line. The time left is estimated from the speed since the last entry with a text."""
         stage, step = entry["stage"], entry["step"]
         if "text" in entry:
             self.rate_start[stage] = (step, entry["time"])

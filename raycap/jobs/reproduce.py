@@ -171,7 +171,7 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
     given = [override for override in overrides if not override.startswith(OF_IMPORT)]
     if REGIONS in PUBLISHED[system].files:
         places["features.hdf5"] = folder / REGIONS
-    else:  # the published captions were computed from pixels
+    else:  # the published captions were computed from pixels, so ours are, too
         given = ["features.store=never", *given]
     quoted = [f"{key}={json.dumps(str(path.absolute()))}" for key, path in places.items()]
     return [*quoted, *(f"{key}={value}" for key, value in numbers.items()), *given]

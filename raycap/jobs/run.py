@@ -61,7 +61,7 @@ NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the sa
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
-    """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
+    """Makes a run: checks, extracts features, trains every stage, evaluates, reports and registers. Returns its folder.
 
     data: the result of `find_run_data`, for a command that makes several runs on the same data. If it is None, the
     data are read.
@@ -106,10 +106,10 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`, for which new images must be read.
+    """The result of `find_data`, which has to read new images.
 
-    If the first stage needs stored features, new images are read by the extraction on Ray, otherwise by threads of this
-    process.
+    If the first stage needs stored features, the extraction on Ray reads the new images. Otherwise threads of this
+    process read them.
     """
     needs_features = not config.stages[0].train_backbone and config.features.store != "never"
     can_extract = config.has_backbone and config.init_from is None and not config.features.views
@@ -322,7 +322,7 @@ class RunDriver:
                 num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
         bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
-        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, 2 moments of Adam, average
+        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, Adam's moments, average
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
@@ -392,7 +392,8 @@ class RunDriver:
         elif self.config.tracking.enabled:
             tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
         has_report = (folder.path / "report.html").is_file()
-        # Scored with the metrics' words, to be comparable with the table. Training validates with the vocabulary's.
+        # Validations during training use the vocabulary's tokens. These scores use the metrics' words, to be comparable
+        # with the table.
         validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
         stage, delivered = folder.delivered(), ""
         if stage is not None and len(self.config.stages) > 1:

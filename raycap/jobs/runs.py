@@ -48,7 +48,7 @@ NUM_READS = 8  # folders that are read at a time
 ACTIVE_S = 3600.0
 TRAINED = "evaluation"  # the fact `at` of a run whose stages are all finished
 TITLES = {"runs": "run", "searches": "search", "retrain": "champion of", "features": "features", "models": "bundle"}
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # the names of `pipeline.storage.atomic`
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # temporary names of `pipeline.storage.atomic`
 TRIAL, BEST = re.compile(r"trials/.*\.json"), re.compile(r"(stages/[^/]+/best-\d+)/.*")
 # What raycap writes into a run's folder. A folder with other files may belong to another program, so it is kept.
 KNOWN = {
@@ -132,7 +132,7 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
 
 
 def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_than: int, yes: bool) -> None:
-    """Prints the plan and, with --yes, removes its folders one by one."""
+    """Prints which folders can be removed and, with --yes, removes them one by one."""
     removals, kept = plan_removals(storage, found, older_than)
     for sentence in kept:
         _print(without_secrets(sentence))
@@ -322,7 +322,7 @@ def _read_features(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_record(path: StoragePath) -> Values:
-    """The mapping in a JSON file. Raises UserError for a damaged or foreign one, and OSError for a missing one."""
+    """The mapping in a JSON file. Raises UserError if the file is damaged or foreign, and OSError if it is missing."""
     return dict(require_mapping(parse_json(path.read_bytes(MAX_RECORD_BYTES), str(path)), str(path)))
 
 

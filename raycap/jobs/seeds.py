@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed: their configurations, and the summary of their scores."""
+"""Makes the configurations of runs that differ only in their seed, and summarizes the scores of these runs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
     protocol: common to all runs. entry: the entry of the split in the scores.json of `folder`.
     """
     part = folder.dataset.split(split)
-    scored = entry["per_image_CIDEr-D"]  # by image id, as text because JSON has no other keys
+    scored = entry["per_image_CIDEr-D"]  # by image id as text, because keys in JSON are texts
     images = zip(part.column("image_id"), part.column("uri"), strict=True)
     uris = [uri for image, uri in images if str(image) in scored]
     return published_table(columns, published_rows(protocol, split, uris))

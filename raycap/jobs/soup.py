@@ -2,7 +2,7 @@
 
 Ramé et al., "Rewarded soups: towards Pareto-optimal alignment by interpolating weights fine-tuned on diverse rewards"
 (NeurIPS 2023, arXiv 2306.04488): theta = sum_i lambda_i theta_i with lambda_i >= 0 and sum_i lambda_i = 1.
-The sum is good only for models that were fine-tuned from the same weights. This cannot be checked here.
+The sum is good only for models that were fine-tuned from the same weights, which cannot be checked here.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[floa
 
 
 def shared_protocol(protocols: Sequence[Protocol]) -> Protocol:
-    """The protocol of what all protocols share. If their rules of decoding differ, the result has no rules."""
+    """The protocol that the given protocols have in common. If their rules of decoding differ, it has no rules."""
     if len({each.decoding for each in protocols}) > 1:
         protocols = [replace(each, decoding=PLAIN) for each in protocols]
     return common_protocol(protocols)

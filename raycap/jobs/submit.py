@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 GIVE_UP_AFTER_S = 600.0  # a job is no longer followed if the cluster is unreachable for this time
-STOP_WAIT_S = "90"  # Ray's time for a stopped job to save a checkpoint; the default is 3 s
-ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # removed, as Ray's client prefers them
+STOP_WAIT_S = "90"  # seconds that Ray gives a stopped job to save a checkpoint; its default is 3
+# These variables are removed, because Ray's client prefers them to its argument.
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 CLIENT_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 PACKAGE = "raycap"
 SUFFIXES = (".py", ".yaml", ".html", ".jinja", ".typed")  # of the package's files that are sent
@@ -238,7 +239,7 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
 
 
 def pack(folder: Path, files: Mapping[str, Path]) -> None:
-    """Fills the folder that Ray packs and sends: the package with the files that a wheel has, and `files`."""
+    """Fills the folder that Ray packs and sends, with the package's files as in a wheel, and with `files`."""
 
     def left_out(parent: str, names: Sequence[str]) -> set[str]:
         return {name for name in names if not (name.endswith(SUFFIXES) or Path(parent, name).is_dir())}
@@ -251,7 +252,7 @@ def pack(folder: Path, files: Mapping[str, Path]) -> None:
 
 
 def named_paths(config: RunConfig) -> dict[str, str | None]:
-    """The files and folders that a configuration names, by key."""
+    """{key: path} of the files and folders that a configuration names."""
     return {
         "storage": config.storage.uri,
         "data.root": config.data.root,
@@ -313,7 +314,7 @@ def secret_names(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def used_variables(config: Path) -> list[str]:
-    """The names of the `${VARIABLE}`s in a configuration and the files that it references."""
+    """The names of the variables, written `${NAME}`, in a configuration and the files that it references."""
     return variable_names(" ".join(str(read_file(path)) for path in referenced_files(config)))
 
 

@@ -105,8 +105,8 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
     else:  # not `list`, because listing all files of a network file system can take minutes
         names = [file.parent.name for file in place.path.glob("*/run.json")]
     for name in sorted(names):
-        # A run's id is the configuration's name and a digest. Other ids are those of other configurations, or may
-        # lead out of the folder of runs.
+        # A run's id is the configuration's name and a digest. Other names are skipped, because they belong to other
+        # configurations or may lead out of the folder of runs.
         prefix, _, digest = name.rpartition("-")
         if prefix != config.name or not digest.isalnum():
             continue

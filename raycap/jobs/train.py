@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 HOUR_S = 3600.0
 SCRATCH = ".ray"  # a folder in a run's log folder. Ray Train writes files there that raycap does not use.
 STOP = "stop"  # a file in a run's log folder, with the token of the driver whose workers must stop
-NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt. Each start may take a minute.
+NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt. A start fails after a minute.
 
 
 class StageFailedError(JobFailedError):
@@ -109,8 +109,8 @@ def _reason(error: Exception) -> str:
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError):
-        # If a worker died, the others fail only because they lost it, so the reason is that of the dead worker. Ray
-        # wraps the error of a dead worker in one with `health_check_failure`.
+        # If a worker died, the others fail because they lost it, so only the error of the dead worker is the cause. Ray
+        # wraps this error in one with `health_check_failure`.
         died = {
             rank: failure.health_check_failure
             for rank, failure in error.worker_failures.items()
@@ -124,7 +124,7 @@ def _reason(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The line in which Ray names a cause of death, or else the type and the first line of an error's message.
+    """The line of an error in which Ray names a cause, or else the error's type and the first line of its message.
 
     If a GPU ran out of memory, the text ends with the keys that reduce the memory.
     """
@@ -158,7 +158,7 @@ def _trainer(job: StageJob) -> Any:
             # The name is new for each attempt, because Ray Train returns the old result of a name that it knows.
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
             storage_path=str(job.folder.path / "log" / SCRATCH),
-            # No failures, because `fit` makes the next attempt. A drained node is no failure, and Ray Train continues.
+            # Ray Train must not repeat a failed attempt, because `fit` does. A drained node is not a failure.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=NUM_STARTS),  # type: ignore[call-arg]
         ),
     )

@@ -42,7 +42,7 @@ _SMALL_MODEL = ExpansionNetConfig(
     d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4, 8),
     dynamic_expansion=2,
 )  # fmt: skip
-REHEARSAL = Scale(  # on a CPU
+REHEARSAL = Scale(  # sizes for a quick test on a CPU
     _SMALL_MODEL, _SMALL_SWIN, BackboneConfig(name="vit_tiny_patch16_224", image_size=32), vocabulary=60,
     feature_width=32, tokens=16, words=5, reference_images=8, max_images=4, extraction_batches=(2,),
     decoding_batches=(2,),
@@ -132,7 +132,7 @@ def decoding(scale: Scale, device: torch.device) -> Rows:
     """Beam search and sampling from features, to 20 tokens. Only a GPU can run the search as a graph."""
     kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
     for batch, kind, precision in product(scale.decoding_batches, kinds, PRECISIONS):
-        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # a validation after each of 20 epochs
+        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # 20 validations of 5,000 images
         row = Row("decoding", f"{kind}, {batch} images", precision, batch, samples)
         yield row, partial(measure_decoding, kind, row, scale, device)
 

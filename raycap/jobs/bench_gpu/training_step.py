@@ -29,7 +29,7 @@ from raycap.pipeline.training.rewards.reward import CiderDReward, WeightedReward
 from raycap.pipeline.training.step_metrics import FiniteCheck
 
 LABEL_SMOOTHING = 0.1
-DROP_PATH = 0.1  # of the recipe's stages
+DROP_PATH = 0.1  # as in the stages of the paper's recipe
 SAMPLING = ScstSection(max_length=21)  # 20 tokens and SOS
 
 
@@ -109,7 +109,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
         with float32_products(case.precision):
             on_device = batch.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bfloat16"):
-                output = objective(captioner, captioner, on_device, generator)  # one process needs no wrapper
+                output = objective(captioner, captioner, on_device, generator)  # no DDP wrapper in one process
             output.loss.backward()
             norm = nn.utils.clip_grad_norm_(captioner.parameters(), math.inf)
             finite.add(number, {"loss": output.metrics["loss"], "gradient norm": norm})

@@ -1,4 +1,4 @@
-"""`raycap serve`: captions over HTTP with Ray Serve, in the foreground."""
+"""`raycap serve`: serves captions over HTTP with Ray Serve, until the command is stopped."""
 
 from __future__ import annotations
 

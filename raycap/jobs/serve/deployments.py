@@ -40,9 +40,9 @@ APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 SPARE_REQUESTS = 16  # accepted beyond the queue, so that the ingress can refuse them and answer /healthz and /metrics
-STATUS_S = 5.0  # between two checks whether the application has ended
+STATUS_S = 5.0  # seconds between two checks whether the application has ended
 M_MMAP_THRESHOLD = -3  # the number of this parameter of glibc's mallopt
-SHUTDOWN_S = 10.0  # how long requests in progress may take when the server ends
+SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when the server ends
 
 
 @serve.deployment
@@ -55,7 +55,7 @@ class CaptionerDeployment:
         if address.champion is not None:  # may have changed if this process replaces one that died
             source = address.resolve()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
-        # Threads of a process: on this machine, its share of all cores. In a cluster, the CPUs that it asks Ray for.
+        # Each process computes with its share of this machine's cores or, in a cluster, with the CPUs asked of Ray.
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
         self.host = self.thread.submit(ModelHost, address, source, settings).result()
