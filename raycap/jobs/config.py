@@ -68,7 +68,7 @@ def config(
 def config_schema() -> Values:
     """The JSON schema of a run's YAML file, with which an editor completes and explains keys and marks mistakes.
 
-    The schema allows a file that extends another one to lack any key. It does not check keys against each other.
+    The schema allows a file that extends another one to lack any key, and does not check keys against each other.
     """
     schema = RunConfig.model_json_schema()
     for section in schema["$defs"].values():

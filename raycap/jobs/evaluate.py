@@ -117,7 +117,7 @@ def evaluate(
 
 
 def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
-    """Raises UserError if there are more or fewer bundles than seeds, or bundles together with a stage."""
+    """Raises UserError if bundles are given together with a stage, or not one for each of several seeds."""
     if models and seeds > 1 and len(models) != seeds:
         raise UserError(
             f"--seeds {seeds}: {len(models)} bundles are given; give --model once for each seed, or leave it out"

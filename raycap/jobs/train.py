@@ -58,7 +58,7 @@ class FailureBudget:
 def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
     """Runs the job's stages on the cluster. After a failure, new workers resume the stage.
 
-    start_ray: called after a failure. It joins or starts Ray if necessary, and waits for resources. If it is None and
+    start_ray: called after a failure, to join or start Ray if necessary and to wait for resources. If it is None and
     Ray Train's controller dies, no other attempt follows.
 
     Raises StageFailedError for a failure that would repeat, such as a loss that is not finite. Raises JobFailedError

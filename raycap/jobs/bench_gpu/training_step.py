@@ -56,7 +56,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Case:
-    """A training step on `images` images.
+    """The settings of one training step on `images` images.
 
     objective: "cross_entropy" or "scst". captions: per image, for cross entropy. samples: images or pairs that the
     paper's stage processes in all its epochs.

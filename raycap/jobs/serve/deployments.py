@@ -47,7 +47,7 @@ SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when the s
 
 @serve.deployment
 class CaptionerDeployment:
-    """One process with one model. `served_models.Captioners` describes how its methods are called."""
+    """A process that captions with one model. `served_models.Captioners` describes how its methods are called."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
