@@ -74,7 +74,7 @@ class Captioner:
                 onnxruntime.InferenceSession(str(folder / f"{graph}.onnx"), options, providers=list(providers))
                 for graph in ("encoder", "decoder")
             )
-        except Exception as error:  # onnxruntime raises types of its own
+        except Exception as error:  # any type, because onnxruntime raises types of its own
             raise CaptionerError(f"{folder}: the graphs cannot be opened: {one_line(error)}") from error
         self._memory_names = [each.name for each in self._encoder.get_outputs()]
         self._cache = {each.name: each for each in self._decoder.get_inputs() if each.name.startswith("cache_")}

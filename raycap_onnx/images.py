@@ -16,7 +16,7 @@ from raycap_onnx.description import CaptionerError, is_number, one_line, read_fi
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
-INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's filters
 MAX_SIZE = 4096  # pixels of a side of the square
 MIN_STD = 1e-30  # smaller numbers may be 0 as float32
 # The formats of image files, and the limits of their sizes, as in raycap. A side is limited because resizing takes 16
@@ -95,7 +95,7 @@ def load_image(source: ImageSource) -> Image.Image:
         raise CaptionerError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
     except Image.UnidentifiedImageError as error:
         raise CaptionerError(f"{name}: it is not an image in a known format") from error
-    except Exception as error:  # a damaged file can raise nearly any type
+    except Exception as error:  # any type, because Pillow raises nearly all of them for damaged files
         raise CaptionerError(f"{name}: it cannot be decoded: {one_line(error)}") from error
 
 

@@ -81,7 +81,7 @@ def beam_search(
     new, rows = tokens[:, :1, 0], images[:, None]  # one beam per image in the first step
     for position in range(1, search.max_length):
         offered, cache = step(new, rows, memory, cache)
-        num_rows = offered.shape[1]  # per image
+        num_rows = offered.shape[1]  # computed beams per image: 1 in the first step, then K
         offered = np.repeat(offered, num_beams // num_rows, 1)
         offered = _restricted(offered, tokens[images, :, :position], search, words)
         parent, new, value, scores[images] = _continued(offered, scores[images], ended[images], words.pad)

@@ -163,7 +163,7 @@ class Request:
 
     @property
     def joins_cluster(self) -> bool:
-        return bool(cluster_address(self.processes.address))  # in a submitted job, Ray sets a variable to the address
+        return bool(cluster_address(self.processes.address))  # from Ray's variable in a submitted job
 
     def check(self, num_images: int) -> None:
         """Raises UserError if the options do not fit the bundle or the images. Notes if there is no confidence."""
@@ -200,7 +200,7 @@ class Request:
             "precision": self.precision,
             "num_results": self.num_results,
             "model": bundle.config["name"],
-            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # two bundles can have one name
+            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # as two bundles can have one name
             "fit": self.confidence and self.confidence.digest,
         }
 

@@ -46,7 +46,7 @@ class CaptionFile:
         files = _files(self.place)
         with ThreadPoolExecutor(NUM_READERS) as pool:
             for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
-                complete = data[: data.rfind(b"\n") + 1]  # a killed command may leave half a line
+                complete = data[: data.rfind(b"\n") + 1]  # without the half line of a killed command
                 for number, line in enumerate(complete.splitlines(), 1):
                     image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
                     done[image] = has_caption

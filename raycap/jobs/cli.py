@@ -55,7 +55,7 @@ class Entry:
         module, _, function = self.target.partition(":")
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if self.passes_options_on else None
         command = _as_command(getattr(import_module(module), function), name, settings)
-        if not self.passes_options_on:  # otherwise --verbose is passed on, too
+        if not self.passes_options_on:  # a command that passes options on must also pass on --verbose
             command.params.extend(_as_command(_log_levels, "options").params)
         return command
 
@@ -211,7 +211,7 @@ def _version(
 
 
 def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:
-    if found.exc_type is not SystemExit:  # Python's hook ignores SystemExit, too
+    if found.exc_type is not SystemExit:  # which only ends the thread, so Python's own hook ignores it, too
         _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
 
 

@@ -50,7 +50,7 @@ class Comparison:
     models: Mapping[str, EvaluatedModel]
     results: Mapping[str, SplitScores]  # here, `split` is the model's name, so that tables show it
     intervals: Intervals
-    differences: Intervals  # from the first model, which is not a key
+    differences: Intervals  # of each other model from the first one
     costs: Mapping[str, Mapping[str, float]]
 
     @property

@@ -72,13 +72,13 @@ def config_schema() -> Values:
     """
     schema = RunConfig.model_json_schema()
     for section in schema["$defs"].values():
-        section.pop("required", None)  # none, because the extended file may have the key
+        section.pop("required", None)  # no key is required, because the extended file may have it
     properties = schema["properties"]
     place = {"type": "string", "description": "The folder of all results, or s3://BUCKET/FOLDER."}
     storage = properties["storage"]
     properties["storage"] = {"anyOf": [place, {"$ref": storage["$ref"]}], "default": storage["default"]}
     extends = {"type": "string", "description": "Another YAML file whose values this one overrides; a relative path."}
-    properties["model"]["anyOf"] = properties["model"].pop("oneOf")  # without a name, several models fit
+    properties["model"]["anyOf"] = properties["model"].pop("oneOf")  # oneOf may refuse a file without a name
     schema["properties"] = {"extends": extends, **properties}
     schema["anyOf"] = [{"required": ["extends"]}, {"required": schema.pop("required")}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

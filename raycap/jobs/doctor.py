@@ -83,7 +83,7 @@ def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = T
     """
     try:
         return Finding(name, "ok", look())
-    except Exception as error:  # libraries raise many types for a broken installation, credentials and settings
+    except Exception as error:  # any type, because libraries differ in what they raise for wrong settings
         level: Literal["warn", "fail"] = "fail" if is_needed and not isinstance(error, ScarceError) else "warn"
         return Finding(name, level, reason_of(error), remedy)
 
@@ -145,7 +145,7 @@ def _examine(config: RunConfig | None, requests: Requests, address: str | None) 
         return
     try:
         connect(address)
-    except Exception as error:  # Ray raises various types
+    except Exception as error:  # any type, because Ray raises various ones
         remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
         yield Finding("cluster", "fail", f"{address} cannot be joined: {one_line(error)}", remedy)
     else:
@@ -181,7 +181,7 @@ def folders() -> Iterator[Finding]:
     yield find("home", partial(space, Path.home(), 0, 0), remedy)
     remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
     yield find("tmp", partial(space, ray_folder, 0.1, 1), remedy)
-    if shared.is_dir():  # Ray keeps its object store there, or else on a disk, where it is slower
+    if shared.is_dir():  # Ray puts its object store there, because it would be slower on a disk
         remedy = "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)"
         yield find("shm", partial(space, shared, 0, OBJECT_STORE_GIB), remedy)
 
@@ -348,7 +348,7 @@ def _ask(
         except ray.exceptions.GetTimeoutError:
             ray.cancel(reference, force=True)
             found[name] = [Finding("answer", "fail", f"none within {ANSWER_S:g} s", remedy)]
-        except Exception as error:  # a node that has just died, or code that cannot be imported there
+        except Exception as error:  # for example, the node has just died or cannot import the code
             found[name] = [Finding("answer", "fail", str(error).strip().splitlines()[-1], remedy)]
     return found
 

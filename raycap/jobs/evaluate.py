@@ -199,7 +199,7 @@ class Evaluator:
         """Evaluates models one by one, then those of another system, and summarizes both. Returns the exit code."""
         ours = self.evaluate_each(systems, folder)
         compared = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
-        theirs = self.evaluate_each(compared, folder, may_store=False)  # other people's bundles must not change
+        theirs = self.evaluate_each(compared, folder, may_store=False)  # other people's bundles stay unchanged
         summarize_systems(folder.place, ours, theirs)
         return exit_code([each.scores for each in (*ours, *theirs)])
 

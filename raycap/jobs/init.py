@@ -18,7 +18,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
 from raycap.pipeline.storage.atomic import write_bytes
 
-NUM_READ = 5_000  # captions from which the language is guessed
+NUM_READ = 5_000  # number of captions from which the language is guessed
 
 
 def init(

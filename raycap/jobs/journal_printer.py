@@ -53,7 +53,7 @@ class JournalPrinter:
         try:
             if download:
                 self._downloaded_at = time.monotonic()
-                with suppress(OSError, UserError):  # a failed download only delays the output
+                with suppress(OSError, UserError):  # ignored, because a failed download only delays the output
                     self.folder.pull(JOURNAL)
             size = journal_bytes(self.folder.journal)
             if size != self._size:

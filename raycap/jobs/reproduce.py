@@ -31,7 +31,7 @@ MESHED_MEMORY = "github.com/aimagelab/meshed-memory-transformer"
 SPLITS, IMAGES, REGIONS = "dataset_coco.json", "val2014", "coco_detections.hdf5"
 COCO = {SPLITS: f"Karpathy's splits, in the drive that the README of {EXPANSIONNET} links"}
 OF_IMPORT = ("model.", "backbone.")  # prefixes of the keys that belong to the import
-TOLERANCE = 0.005  # of CIDEr-D: the papers print three digits, and libraries resize and decode images differently
+TOLERANCE = 0.005  # of CIDEr-D, because the papers print three digits and libraries decode images differently
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _require_files(folder: Path, published: Published) -> None:
 def _reproduce(system: str, folder: Path, out: Path, overrides: Sequence[str], address: str | None) -> int:
     """Imports and evaluates one system. Returns the exit code."""
     published, bundle = PUBLISHED[system], out / "bundle"
-    if (bundle / "config.yaml").is_file():  # from an earlier call, perhaps with other files
+    if (bundle / "config.yaml").is_file():  # an earlier call may have imported other files
         shutil.rmtree(bundle)
     import_checkpoint(
         system,  # type: ignore[arg-type]

@@ -208,7 +208,7 @@ class RunDriver:
         has_trained = not self._pending or any(self.folder.path.glob("stages/*/step-*"))
         if self.config.workers.dry_run and not has_trained:
             self._dry_run()
-        self.folder.write_config()  # before any worker starts
+        self.folder.write_config()  # before training, so that a resumed run keeps the decisions
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
@@ -251,7 +251,7 @@ class RunDriver:
         options = Options(
             training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
-            unconstrained=(data.val_split,),  # validations during training have no constraints
+            unconstrained=(data.val_split,),  # as during training, to be comparable
             captions=stored_captions(folder, images, digests),
             keep=partial(self._keep_captions, digests),
         )
@@ -322,7 +322,7 @@ class RunDriver:
                 num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
         bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
-        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, Adam's moments, average
+        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, 2 moments, average
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:

@@ -219,7 +219,7 @@ def _listed(storage: StoragePath, part: str, depth: int = 1) -> list[Content]:
     found: dict[str, Content] = {}
     for file, entry in (storage / part).walk():
         names = file.split("/")
-        is_lock = names[depth:] == [".lock"]  # its time shows no change of the content
+        is_lock = names[depth:] == [".lock"]  # left out, because its time shows no change of the content
         if len(names) > depth and all(names[:depth]) and not is_lock:
             name = "/".join(names[:depth])
             found.setdefault(name, Content(part, name)).files["/".join(names[depth:])] = entry
@@ -260,7 +260,7 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
     place, facts = storage / entry.path, {"created": "", "at": "", "val": None, "test": None}
     entry.facts = facts
     is_active = _in_progress(place) or (place.is_remote and time.time() - entry.newest < ACTIVE_S)
-    if "run.json" not in entry.files:  # another program's folder, or an incomplete creation or removal
+    if "run.json" not in entry.files:  # foreign, or its creation or removal is incomplete
         tops = {name.partition("/")[0] for name in entry.files}
         is_ours = all(name in KNOWN or TEMPORARY.fullmatch(name) for name in tops)
         entry.state = "foreign" if not is_ours else "in progress" if is_active else "unprepared"
@@ -335,7 +335,7 @@ def _in_progress(place: StoragePath) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # another process has the lock, or the file is another user's
+    except OSError:  # another process has the lock, or the file is not readable
         return True
     return False
 
@@ -425,7 +425,7 @@ def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: floa
 def remove(storage: StoragePath, removal: Removal) -> bool:
     """Removes a folder. Returns False if a process works on it, or another process has removed it."""
     place, is_run = storage / removal.content.path, removal.kind == "run"
-    if is_run:  # the run may have been resumed since the plan was made
+    if is_run:  # checked again, because the run may have been resumed since the plan was made
         newest = max((entry.modified for name, entry in place.walk() if name != ".lock"), default=0.0)
         if time.time() - newest < 86400 * LEAST_DAYS:
             return False

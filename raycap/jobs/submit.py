@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-GIVE_UP_AFTER_S = 600.0  # a job is no longer followed if the cluster is unreachable for this time
+GIVE_UP_AFTER_S = 600.0  # the command ends if the cluster is unreachable for this time
 STOP_WAIT_S = "90"  # seconds that Ray gives a stopped job to save a checkpoint; its default is 3
 # These variables are removed, because Ray's client prefers them to its argument.
 ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
@@ -108,7 +108,7 @@ def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
 
     In the `with` block, a refused request raises UserError, and an unreachable server raises JobFailedError.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # before the import, in which Ray reads it
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # set here, because Ray reads it when it is imported
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)
     from ray.exceptions import AuthenticationError
@@ -383,7 +383,7 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
             else:
                 num_received = 0
                 async for text in client.tail_job_logs(job_id):
-                    num_known = max(0, num_printed - num_received)  # characters that an earlier connection has sent
+                    num_known = max(0, num_printed - num_received)  # characters that are printed already
                     print(text[num_known:], end="", flush=True)
                     num_received += len(text)
                     num_printed = max(num_printed, num_received)
@@ -425,7 +425,7 @@ def command(
 
     Example: raycap submit run demo --address http://head:8265 --set storage=s3://bucket/prefix
     """
-    # An option in the place of CONFIG would be taken for the configuration. `caption` has no CONFIG there.
+    # An option here would be taken for the configuration. `caption` has no configuration, so it may begin with one.
     if argument.startswith("-") and command != "caption":
         raise UserError(f"submit {command} does not take {argument} there; the form is: raycap submit COMMAND CONFIG")
     job = Job(command, [argument, *context.args], variables(env or ()), secret_names(secret or ()))

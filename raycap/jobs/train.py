@@ -26,7 +26,7 @@ from raycap.pipeline.training.step_metrics import DivergedError
 logger = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
-SCRATCH = ".ray"  # a folder in a run's log folder. Ray Train writes files there that raycap does not use.
+SCRATCH = ".ray"  # a folder in a run's log folder, for files of Ray Train that raycap does not use
 STOP = "stop"  # a file in a run's log folder, with the token of the driver whose workers must stop
 NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt. A start fails after a minute.
 
@@ -186,6 +186,6 @@ def _run_worker(settings: Values) -> None:
             reason = f"{job.folder.path} cannot be written ({error.strerror}); {remedy}"
         raise
     finally:
-        if reason:  # another attempt would fail in the same way
+        if reason:  # written, because another attempt would fail in the same way
             with suppress(OSError):  # the disk may be too full for this file
                 failure_file(job).write_bytes(without_secrets(reason).encode())

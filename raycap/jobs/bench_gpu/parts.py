@@ -106,7 +106,7 @@ def extraction(scale: Scale, device: torch.device) -> Rows:
     """Extraction of features by Swin and ViT-B. Each call also copies the pixels to the device."""
     configs = (scale.backbone, scale.vit)
     for config, batch, precision in product(configs, scale.extraction_batches, PRECISIONS):
-        samples = 2 * 123_287 if config is scale.backbone else 0  # the recipe extracts all images twice
+        samples = 2 * 123_287 if config is scale.backbone else 0  # because the recipe extracts all images twice
         row = Row("extraction", f"{config.name}, {batch} images", precision, batch, samples)
         yield row, partial(measure_extraction, config, row, device)
 
@@ -132,7 +132,7 @@ def decoding(scale: Scale, device: torch.device) -> Rows:
     """Beam search and sampling from features, to 20 tokens. Only a GPU can run the search as a graph."""
     kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
     for batch, kind, precision in product(scale.decoding_batches, kinds, PRECISIONS):
-        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # 20 validations of 5,000 images
+        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # 20 validations on 5,000 images
         row = Row("decoding", f"{kind}, {batch} images", precision, batch, samples)
         yield row, partial(measure_decoding, kind, row, scale, device)
 

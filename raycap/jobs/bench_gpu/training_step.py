@@ -109,7 +109,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
         with float32_products(case.precision):
             on_device = batch.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bfloat16"):
-                output = objective(captioner, captioner, on_device, generator)  # no DDP wrapper in one process
+                output = objective(captioner, captioner, on_device, generator)  # not wrapped by DDP, in one process
             output.loss.backward()
             norm = nn.utils.clip_grad_norm_(captioner.parameters(), math.inf)
             finite.add(number, {"loss": output.metrics["loss"], "gradient norm": norm})

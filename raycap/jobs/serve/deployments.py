@@ -138,7 +138,7 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
         # Two batches per process, so that one waits while the other is captioned.
         scaling["autoscaling_config"]["target_ongoing_requests"] = 2 * size
     captioner = CaptionerDeployment.options(  # type: ignore[attr-defined]
-        # With Ray's default of 5, a batch would never be full.
+        # More than Ray's default of 5, with which a batch would never be full.
         max_ongoing_requests=4 * size,
         ray_actor_options={"num_cpus": CAPTIONER_CPUS, "num_gpus": gpus},
         graceful_shutdown_timeout_s=SHUTDOWN_S,
@@ -225,5 +225,5 @@ def stop(*, is_local: bool) -> None:
     """Stops the application after the requests in progress have ended. On a cluster, also stops Ray Serve."""
     with suppress(serve.exceptions.RayServeException):  # Ray Serve has not been started
         serve.delete(APP)
-    if not is_local:  # a local Ray ends with this process
+    if not is_local:  # a local Ray is not stopped, because it ends with this process
         serve.shutdown()
