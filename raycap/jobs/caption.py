@@ -166,7 +166,7 @@ class Request:
         return bool(cluster_address(self.processes.address))  # from Ray's variable in a submitted job
 
     def check(self, num_images: int) -> None:
-        """Raises UserError if the options do not fit the bundle or the images. Notes if there is no confidence."""
+        """Raises UserError if the bundle cannot caption images with these options. Notes a missing confidence."""
         bundle, settings = self.opened.bundle, self.settings
         if bundle.transform is None:
             raise UserError(
