@@ -1,4 +1,4 @@
-"""Captions images with a folder that `raycap export` wrote. It needs numpy, Pillow and onnxruntime, and nothing else.
+"""Captions images with a folder that `raycap export` wrote. Only numpy, Pillow and onnxruntime are needed.
 
     from raycap_onnx import Captioner
 

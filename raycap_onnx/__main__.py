@@ -12,7 +12,7 @@ from raycap_onnx.description import CaptionerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line per image. The exit code is 1 if an image cannot be used, and 2 for a mistake of the caller."""
+    """Prints a line per image. Returns 0, or 1 if an image cannot be used, or 2 for a mistake of the caller."""
     parser = argparse.ArgumentParser(prog="python -m raycap_onnx", description="Caption image files.")
     parser.add_argument("folder", metavar="FOLDER", help="what raycap export wrote")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files")
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     search = {"beam_size": options.beam, "max_length": options.max_length}
     try:
         captioner = Captioner(options.folder, threads=options.threads)
-        captioner.caption([], **search)  # raises CaptionerError for a bad search
+        captioner.caption([], **search)  # a bad search raises CaptionerError before the first image
     except CaptionerError as error:
         print(f"raycap_onnx: {error}", file=sys.stderr)
         return 2

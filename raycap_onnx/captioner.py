@@ -16,12 +16,12 @@ from raycap_onnx.description import CaptionerError, Words, one_line, read_json, 
 from raycap_onnx.images import ImageSource, Transform, load_image
 from raycap_onnx.search import Search, beam_search
 
-FORMAT = 2  # of captioner.json
-MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # of captioner.json and vocabulary.json
+FORMAT = 2  # the version of captioner.json's format
+MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # limits for captioner.json and vocabulary.json
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
-BATCH_SIZE, MAX_BATCH, MAX_REGIONS = 16, 100_000, 100_000  # images, and regions of an image
-KINDS = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}  # others are float32
+BATCH_SIZE, MAX_BATCH, MAX_REGIONS = 16, 100_000, 100_000  # images per batch, its limit, limit of regions per image
+KINDS = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}  # all other types of a cache are float32
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Caption:
 class Captioner:
     """Captions images with the graphs in a folder that `raycap export` wrote. Raises CaptionerError for another folder.
 
-    threads: of onnxruntime; None leaves the number to it. providers: the devices that onnxruntime tries in this order,
-    by its own names, such as CUDAExecutionProvider.
+    threads: of onnxruntime. If it is None, onnxruntime chooses the number. providers: onnxruntime's names of devices,
+    such as CUDAExecutionProvider, which are tried in this order.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Captioner:
             if digest != digests.get(file):
                 raise CaptionerError(f"{folder / file} is damaged: {name} has another SHA-256; export the model again")
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
+        options.log_severity_level = 3  # only errors are logged
         options.intra_op_num_threads = threads or 0
         try:
             self._encoder, self._decoder = (
                 onnxruntime.InferenceSession(str(folder / f"{graph}.onnx"), options, providers=list(providers))
                 for graph in ("encoder", "decoder")
             )
-        except Exception as error:  # onnxruntime raises types of its own
+        except Exception as error:  # any type, because onnxruntime raises types of its own
             raise CaptionerError(f"{folder}: the graphs cannot be opened: {one_line(error)}") from error
         self._memory_names = [each.name for each in self._encoder.get_outputs()]
         self._cache = {each.name: each for each in self._decoder.get_inputs() if each.name.startswith("cache_")}
@@ -89,9 +89,9 @@ class Captioner:
     ) -> list[Caption]:
         """The best caption of each image.
 
-        images: as for `load_image`. beam_size, max_length: in place of those of the folder; a beam of 1 is greedy
-        search. batch_size: number of images that are captioned at a time. Raises CaptionerError for an image that
-        cannot be used, and for a number out of range.
+        images: sources that `load_image` accepts. beam_size, max_length: replace the numbers in the folder. A beam of 1
+        is greedy search. batch_size: number of images that are captioned at a time. Raises CaptionerError for an image
+        that cannot be used, and for a number out of range.
         """
         if self.transform is None:
             raise CaptionerError(f"{self.name} captions the features of regions, not images; use caption_features")
@@ -108,8 +108,9 @@ class Captioner:
     ) -> list[Caption]:
         """The best caption of each image, for a model of region features.
 
-        inputs: by name features (B, N, C), and lengths (B), the number of regions of each image without padding. Some
-        models also need boxes (B, N, 4), the regions' corners x0 y0 x1 y1. Other arguments and errors: as in `caption`.
+        inputs: arrays by name: "features" (B, N, C), and "lengths" (B), the number of regions of each image without
+        padding. Some models also need "boxes" (B, N, 4), the regions' corners x0 y0 x1 y1. Other arguments and errors
+        are as in `caption`.
         """
         expected = sorted(each.name for each in self._encoder.get_inputs())
         if self.transform is not None or sorted(inputs) != expected:
@@ -122,13 +123,13 @@ class Captioner:
         return self._captions(arrays, self._changed_search(beam_size, max_length))
 
     def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:
-        """The search of the folder with these values. Raises CaptionerError for values that the model cannot take."""
+        """The folder's search with the given values. Raises CaptionerError for values that the model cannot take."""
         given = {"beam_size": beam_size, "max_length": max_length}
         changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         return replace(self.search, **changes)
 
     def _captions(self, inputs: dict[str, np.ndarray], search: Search) -> list[Caption]:
-        """The best captions of a batch. inputs: of the encoder, by name."""
+        """The best caption of each image of a batch. inputs: the encoder's, by name."""
         memory = dict(zip(self._memory_names, self._encoder.run(None, inputs), strict=True))
         captions = []
         for tokens, log_prob in beam_search(self._step, memory, search, self.words):
@@ -141,7 +142,7 @@ class Captioner:
     def _step(
         self, tokens: np.ndarray, rows: np.ndarray, memory: dict[str, np.ndarray], cache: dict[str, Any] | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """One step (`raycap_onnx.search.Step`)."""
+        """Computes one step of the decoder. `raycap_onnx.search.Step` describes the arguments and the result."""
         if cache is None:
             cache = self._empty_cache(len(tokens))
         log_probs, *new = self._decoder.run(None, {"tokens": tokens, "parents": rows} | memory | cache)
@@ -151,7 +152,7 @@ class Captioner:
         """The cache of `rows` captions before the first step."""
         cache = {}
         for name, each in self._cache.items():
-            # ONNX names the sizes that grow, so they are texts in `shape`. They begin at 0.
+            # In `shape`, a size that grows has a name in place of a number. Such a size is 0 at first.
             sizes = (0 if isinstance(size, str) else size for size in each.shape[1:])
             cache[name] = np.zeros((rows, *sizes), KINDS.get(each.type, np.float32))
         return cache

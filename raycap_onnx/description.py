@@ -40,9 +40,9 @@ def is_number(value: Any) -> bool:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes. Raises CaptionerError."""
+    """The content of a regular file. Raises CaptionerError if it cannot be read or has more than `limit` bytes."""
     try:
-        if path.exists() and not path.is_file():  # opening a named pipe would never return
+        if path.exists() and not path.is_file():  # because opening a named pipe would never return
             raise CaptionerError(f"{path}: it is not a file")
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -54,7 +54,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int) -> Any:
-    """The value in a JSON file. Raises CaptionerError."""
+    """The value in a JSON file. Raises CaptionerError if it cannot be read, is too large, or is not JSON."""
     data = read_file(path, limit)
     try:
         return json.loads(data)
@@ -93,7 +93,7 @@ class Words:
         texts = [self.words[index] for index in ids]
         if self.joining == "spaces":
             return " ".join(texts)
-        if self.joining == "bytes":  # the decoder leaves out bytes that are no valid UTF-8
+        if self.joining == "bytes":  # bytes that are not valid UTF-8 are left out
             decoder = codecs.getincrementaldecoder("utf-8")("ignore")
             parts = [decoder.decode(text.encode("latin-1", "ignore")) for text in texts]
             return "".join([*(part.lstrip() for part in parts[:1]), *parts[1:]])

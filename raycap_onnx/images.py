@@ -16,24 +16,24 @@ from raycap_onnx.description import CaptionerError, is_number, one_line, read_fi
 
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
-INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's filters
 MAX_SIZE = 4096  # pixels of a side of the square
 MIN_STD = 1e-30  # smaller numbers may be 0 as float32
 # The formats of image files, and the limits of their sizes, as in raycap. A side is limited because resizing takes 16
-# bytes for each of its pixels. WebP has half of the pixels because Pillow needs twice as much memory for them.
+# bytes for each of its pixels. A WebP file may have half of the pixels, because Pillow needs twice the memory for it.
 FILE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
 MAX_IMAGE_BYTES, MAX_PIXELS, MAX_IMAGE_SIDE, MAX_WEBP_SHARE = 256 * 2**20, 100_000_000, 2**20, 0.5
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
-MAX_ASPECT_RATIO = 16  # Of a longer image that is cropped afterwards, only a stripe in the middle is scaled.
-DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # of Pillow, with more than 8 bits
+MAX_ASPECT_RATIO = 16  # A longer image is cut to this ratio before scaling, as only its middle remains in the end.
+DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes with more than 8 bits
 
 
 @dataclass(frozen=True)
 class Transform:
     """Resizes an image with antialiasing, crops it to the square in the middle, and normalizes the pixels.
 
-    scaled_side: the side in pixels before the crop; of the shorter side if keep_aspect is true, else of both. mean,
-    std: of the three channels. Raises CaptionerError for values out of range.
+    scaled_side: length in pixels before the crop, of the shorter side if keep_aspect is true, otherwise of both sides.
+    mean, std: of the three channels. Raises CaptionerError for values out of range.
     """
 
     image_size: int
@@ -70,7 +70,7 @@ class Transform:
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:
-    """The middle of an image whose longer side is more than MAX_ASPECT_RATIO times the shorter; others unchanged."""
+    """Cuts the ends off an image whose longer side is more than MAX_ASPECT_RATIO times the shorter side."""
     longest = MAX_ASPECT_RATIO * min(image.size)
     if max(image.size) <= longest:
         return image
@@ -79,14 +79,14 @@ def _without_far_ends(image: Image.Image) -> Image.Image:
 
 
 def load_image(source: ImageSource) -> Image.Image:
-    """The RGB image of a source. It is rotated as its EXIF data say, and transparent pixels are blended with white.
+    """The RGB image of a source, rotated as its EXIF data say. Transparent pixels are blended with white.
 
     source: a path, the content of a file, an image of Pillow, or an array (H, W) or (H, W, 3) of uint8. Raises
-    CaptionerError for an image that is too large or damaged, and for what is no image.
+    CaptionerError if the source is not an image, or is a damaged or too large one.
     """
     name = str(source) if isinstance(source, str | Path) else "an image"
     try:
-        with warnings.catch_warnings():  # about damaged metadata, and large images, which have a limit here
+        with warnings.catch_warnings():  # of damaged metadata, and of large images, which `_opened` refuses
             warnings.simplefilter("ignore")
             image = _opened(source)
             image.load()
@@ -95,12 +95,12 @@ def load_image(source: ImageSource) -> Image.Image:
         raise CaptionerError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from error
     except Image.UnidentifiedImageError as error:
         raise CaptionerError(f"{name}: it is not an image in a known format") from error
-    except Exception as error:  # a damaged file can raise nearly any type
+    except Exception as error:  # any type, because Pillow raises nearly all of them for damaged files
         raise CaptionerError(f"{name}: it cannot be decoded: {one_line(error)}") from error
 
 
 def _opened(source: ImageSource) -> Image.Image:
-    """The image of a source. That of a file is not decoded yet.
+    """Opens the image of a source. A file is not decoded yet.
 
     Raises CaptionerError if the image, or a tile of a TIFF file, has too many pixels or too long a side.
     """
@@ -114,7 +114,7 @@ def _opened(source: ImageSource) -> Image.Image:
         data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)
         image = Image.open(io.BytesIO(data), formats=FILE_FORMATS)
     sizes = [image.size]
-    if isinstance(image, TiffImageFile):  # its tiles are decoded as a whole, and may be larger than the image
+    if isinstance(image, TiffImageFile):  # a tile is decoded as a whole, and may be larger than the image
         sizes.append((int(image.tag_v2.get(TILE_WIDTH, 1)), int(image.tag_v2.get(TILE_LENGTH, 1))))
     limit = int(MAX_PIXELS * (MAX_WEBP_SHARE if image.format == "WEBP" else 1))
     for width, height in sizes:
@@ -126,8 +126,8 @@ def _opened(source: ImageSource) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any Pillow mode as RGB."""
-    if image.mode in DEEP_MODES:  # scaled to 8 bits; Pillow's conversion would clip the values at 255
+    """Converts an image of any Pillow mode to RGB."""
+    if image.mode in DEEP_MODES:  # scaled to 8 bits, because Pillow's conversion would clip the values at 255
         values = np.asarray(image).astype(np.float64)
         white = 65535.0 if values.max() > 255 else 255.0
         image = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))

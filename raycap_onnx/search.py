@@ -15,8 +15,8 @@ from raycap_onnx.description import CaptionerError, Words, is_number, require_fl
 
 MAX_BEAMS, MAX_TOKENS = 1000, 10_000
 
-# A step of the decoder. It takes the newest tokens (B, K) of the beams, the rows (B, K) of the cache that the beams
-# continue, the encoder's result, and the cache, which is None before the first step. It returns the log-probabilities
+# A step of the decoder. Arguments: the newest tokens (B, K) of the beams, the rows (B, K) of the cache that the beams
+# continue, the encoder's result, and the cache, which is None before the first step. Result: the log-probabilities
 # (B, K, V) of the words after the tokens, and the new cache.
 Step = Callable[[np.ndarray, np.ndarray, dict[str, Any], Any], tuple[np.ndarray, Any]]
 
@@ -25,9 +25,9 @@ Step = Callable[[np.ndarray, np.ndarray, dict[str, Any], Any], tuple[np.ndarray,
 class Search:
     """The search and its rules. The sections `evaluation` and `evaluation.decoding` of raycap describe the values.
 
-    ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length, min_length: of
-    captions with SOS and EOS. max_positions: the largest max_length that the model takes. Raises CaptionerError for
-    values out of range, and for kinds of search that this package lacks: `sampling` and groups of beams.
+    ranking: "mean" or "sum" of the log-probabilities, or the exponent of the length penalty. max_length, min_length:
+    tokens of a caption, with SOS and EOS. max_positions: the largest max_length that the model takes. Raises
+    CaptionerError for values out of range, and for searches that this package lacks: sampling and groups of beams.
     """
 
     beam_size: int
@@ -56,7 +56,7 @@ class Search:
             raise CaptionerError(f"ranking is {self.ranking!r:.80}; it must be mean, sum or a number")
 
     def divisor(self, lengths: np.ndarray) -> np.ndarray:
-        """The numbers that divide the log-probabilities of captions with these lengths before they are ranked."""
+        """The numbers by which the log-probabilities of captions with the given lengths are divided for the ranking."""
         if self.ranking == "mean":
             return lengths.astype(np.float32)
         if self.ranking == "sum":
@@ -69,19 +69,19 @@ def beam_search(
 ) -> list[tuple[list[int], float]]:
     """The tokens of the best caption of each image, with SOS and EOS, and the sum of their log-probabilities.
 
-    When at least half of the images are finished, these leave the batch.
+    As soon as at least half of the images in the batch are finished, they are removed from the batch.
     """
     num_images, num_beams = len(next(iter(memory.values()))), search.beam_size
     tokens = np.full((num_images, num_beams, search.max_length), words.pad, np.int64)
     tokens[:, :, 0] = words.sos
     log_probs, ended = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape[:2], bool)
     scores = np.full(ended.shape, -np.inf, np.float32)
-    scores[:, 0] = 0.0  # All beams of an image are equal at first, so that only the first one may be continued.
+    scores[:, 0] = 0.0  # All beams of an image are equal at first, so only the first beam is continued.
     images, cache = np.arange(num_images), None
-    new, rows = tokens[:, :1, 0], images[:, None]  # so the first step computes one beam per image
+    new, rows = tokens[:, :1, 0], images[:, None]  # one beam per image in the first step
     for position in range(1, search.max_length):
         offered, cache = step(new, rows, memory, cache)
-        num_rows = offered.shape[1]  # per image
+        num_rows = offered.shape[1]  # computed beams per image: 1 in the first step, then K
         offered = np.repeat(offered, num_beams // num_rows, 1)
         offered = _restricted(offered, tokens[images, :, :position], search, words)
         parent, new, value, scores[images] = _continued(offered, scores[images], ended[images], words.pad)
@@ -107,8 +107,8 @@ def _continued(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The K best continuations of each image's beams.
 
-    log_probs: (B, K, V) of the words after each beam. scores, ended: of the beams (B, K). Four arrays (B, K) are
-    returned: the beam that is continued, its new word, the word's log-probability, and the new score.
+    log_probs: (B, K, V) of the words after each beam. scores, ended: of the beams (B, K). Returns four arrays (B, K):
+    the number of the beam that is continued, the new word, the word's log-probability, and the new score.
     """
     num_images, num_beams, num_words = log_probs.shape
     offered = min(num_beams, num_words)
@@ -142,7 +142,7 @@ def _restricted(log_probs: np.ndarray, tokens: np.ndarray, search: Search, words
         forbidden[image, beam, windows[image, beam, window, -1]] = True
     if search.no_open_endings:
         forbidden[:, :, words.eos] |= np.isin(tokens[:, :, -1], words.open_endings)
-        if length + 1 == search.max_length:  # the next word is the last one
+        if length + 1 == search.max_length:  # the last word must not need another
             forbidden[:, :, words.open_endings] = True
     forbidden[:, :, words.eos] &= ~forbidden.all(-1)
     return np.where(forbidden, np.float32(-np.inf), log_probs)

@@ -1,4 +1,4 @@
-"""`raycap caption`: captions of the user's images with a model bundle; few in this process, many through Ray Data."""
+"""`raycap caption`: captions image files with a model bundle, a few in this process and many through Ray Data."""
 
 from __future__ import annotations
 
@@ -120,10 +120,12 @@ def caption(
 
 
 class Processes(NamedTuple):
-    """The processes on Ray, and how long to wait for them.
+    """How many processes on Ray caption the images, and how long to wait for them.
 
-    address: of a cluster; None starts Ray on this machine. gpus: of each process; if None, each gets one GPU where Ray
-    has GPUs, and else none. most: the largest number of processes; None for as many as Ray has room for.
+    address: the cluster's. If it is None, Ray starts on this machine. gpus: GPUs per process. If it is None, each
+    process gets one GPU if Ray has GPUs, otherwise none. most: the largest number of processes. If it is None, Ray
+    starts as many as it has room for. wait_minutes: limit of the wait for the first process. stall_minutes: limit of
+    the time without a new caption.
     """
 
     address: str | None
@@ -137,8 +139,8 @@ class Processes(NamedTuple):
 class Request:
     """What the options of the command ask for.
 
-    changes: keys of the section `evaluation` that replace those of the bundle's search. num_results: captions per
-    image. explain: the folder for pictures of heat maps, or None.
+    changes: keys of the section `evaluation` whose values replace those of the bundle. num_results: captions per
+    image. explain: the folder for heat maps. If it is None, no heat maps are drawn.
     """
 
     opened: OpenedBundle
@@ -150,21 +152,21 @@ class Request:
 
     @cached_property
     def settings(self) -> EvaluationSection:
-        """The settings of the search."""
+        """The bundle's settings of the search, with the changes of the options."""
         search = self.opened.bundle.changed_search(self.changes)
         return search.model_copy(update={"num_results": self.num_results})
 
     @property
     def confidence(self) -> Confidence | None:
-        """The confidence of the bundle in the captions of this search; None if it has none."""
+        """The bundle's confidence that was fitted with this search. None if there is none."""
         return self.opened.bundle.confidence(self.settings)
 
     @property
     def joins_cluster(self) -> bool:
-        return bool(cluster_address(self.processes.address))  # Ray gives the address to a submitted job in a variable
+        return bool(cluster_address(self.processes.address))  # from Ray's variable in a submitted job
 
     def check(self, num_images: int) -> None:
-        """Raises UserError for a bundle or options with which no image can be captioned."""
+        """Raises UserError if the bundle cannot caption images with these options. Notes a missing confidence."""
         bundle, settings = self.opened.bundle, self.settings
         if bundle.transform is None:
             raise UserError(
@@ -186,7 +188,7 @@ class Request:
             check_output_folder("--explain", self.explain)
 
     def signature(self) -> Values:
-        """The values that decide the captions. Each line of `--out` has those that are not None."""
+        """The values that determine the captions. Each line of `--out` contains the values that are not None."""
         settings, bundle = self.settings, self.opened.bundle
         is_usual = settings.ranking == "mean" and not settings.collapse_repeats
         return {
@@ -198,13 +200,13 @@ class Request:
             "precision": self.precision,
             "num_results": self.num_results,
             "model": bundle.config["name"],
-            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # names of bundles can be equal
+            "weights": file_digest(self.opened.folder / "model.safetensors")[:16],  # as two bundles can have one name
             "fit": self.confidence and self.confidence.digest,
         }
 
 
 def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> Values:
-    """The keys of the section `evaluation` that the options give in place of the bundle's. Raises UserError."""
+    """The keys of the section `evaluation` that the options set. Raises UserError for a key of another section."""
     values: Values = {"evaluation": {}}
     for override in overrides:
         apply_override(values, override)
@@ -250,7 +252,7 @@ def _caption(names: Sequence[str], request: Request, output: CaptionFile | None,
 
 
 def _in_process(names: Sequence[str], request: Request, decorations: Decorations) -> Iterator[Values]:
-    """Yields the output row of each image, in order. A picture that fails is recorded in `decorations`."""
+    """Yields the output row of each image, in order. If a heat map cannot be drawn, `decorations` records the error."""
     from raycap.pipeline.evaluation.captioning.service import CaptionService
 
     prepare_processor()
@@ -270,17 +272,17 @@ def _in_process(names: Sequence[str], request: Request, decorations: Decorations
 
 @contextmanager
 def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]]:
-    """The output row of each image, in order, from processes on Ray.
+    """Captions the images with processes on Ray. Yields an iterator over the output rows, in the order of the images.
 
-    Joins or starts Ray, and waits until it can place a captioning process. The context ends with StalledError if no
-    caption comes for `stall_minutes`. Raises UserError if Ray can never place a process.
+    Joins or starts Ray, and waits until Ray can place a captioning process. Raises UserError if this machine has too
+    few GPUs for a process. The context raises StalledError if no caption arrives for `stall_minutes`.
     """
     from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
 
     opened, processes = request.opened, request.processes
     has_joined_cluster = connect(processes.address)
     pool = start_pool(processes, has_joined_cluster)
-    if has_joined_cluster and not opened.location.is_remote:  # other nodes cannot read this machine's disk
+    if has_joined_cluster and not opened.location.is_remote:  # other nodes cannot read it, so it is sent
         source: ModelSource = SentBundle.of(opened.folder)
     else:
         source = StoredBundle(opened.location, bundle_digests(opened.folder))
@@ -304,7 +306,10 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
 
 
 def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
-    """The processes that caption, once Ray can place the first of them. Raises UserError if it never can."""
+    """Waits until a cluster can place a captioning process, and returns the pool of these processes.
+
+    Raises UserError if Ray runs only on this machine and has too few GPUs for one process.
+    """
     import ray
 
     from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
@@ -328,7 +333,7 @@ def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
 
 
 def _draw_words(path: Path, name: str, service: CaptionService, caption: str) -> None:
-    """Draws the attention and attribution of each word to `path`."""
+    """Draws heat maps of the attention and attribution of each word of a caption into the file `path`."""
     image = load_image(name)
     explanation = service.explain(service.transform(image), caption)
     assert explanation.attribution is not None
@@ -337,7 +342,7 @@ def _draw_words(path: Path, name: str, service: CaptionService, caption: str) ->
 
 
 def _print_row(json_lines: bool, row: Row) -> None:
-    """Prints an output row as JSON, or as text with escaped control characters."""
+    """Prints an output row as JSON, or as text in which control characters are escaped."""
     if json_lines:
         print(json.dumps(row))
         return

@@ -1,7 +1,7 @@
 """The output of `raycap caption`: JSON lines in a local file, or in the parts of a folder on S3.
 
-An object on S3 cannot be extended, so that each part is written once: OUT/part-000001.jsonl, OUT/part-000002.jsonl, ...
-All parts together hold the same lines as a local file. A killed command loses the lines since its last part.
+S3 cannot add a line to an object, so lines are written in parts: OUT/part-000001.jsonl, OUT/part-000002.jsonl, ...
+All parts together have the same lines as a local file. A killed command loses the lines since its last part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raycap.pipeline.storage.atomic import write_bytes
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
-PART_ROWS, PART_S = 10_000, 60.0  # a part has this many lines, or those of this many seconds
+PART_ROWS, PART_S = 10_000, 60.0  # a part is written after this many lines, or after this many seconds
 NUM_READERS = 8
 _PART = re.compile(r"part-(\d+)\.jsonl")
 
@@ -32,22 +32,21 @@ Write = Callable[[Row], None]
 
 @dataclass(frozen=True)
 class CaptionFile:
-    """A local file or a folder on S3 for captions."""
+    """The output of `raycap caption`: a local file, or a folder on S3."""
 
     place: StoragePath
 
     def read_done(self, signature: Row) -> dict[str, bool]:
         """Returns {image: whether it has a caption} for the images that earlier calls have written.
 
-        signature: the settings and weights that determine the captions. Every line contains those that are not None.
-        Removes an incomplete last line of a local file. Raises UserError if a line has another signature or is no
-        caption.
+        signature: the settings and weights that determine the captions. Removes an incomplete last line of a local
+        file. Raises UserError if a line is not one of this command or has another signature.
         """
         done: dict[str, bool] = {}
         files = _files(self.place)
         with ThreadPoolExecutor(NUM_READERS) as pool:
             for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
-                complete = data[: data.rfind(b"\n") + 1]  # a killed command has left its last line incomplete
+                complete = data[: data.rfind(b"\n") + 1]  # without the half line of a killed command
                 for number, line in enumerate(complete.splitlines(), 1):
                     image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
                     done[image] = has_caption
@@ -57,10 +56,10 @@ class CaptionFile:
 
     @contextmanager
     def open(self, signature: Row) -> Iterator[Write]:
-        """Yields a function that adds the row of an image as a JSON line, with the values of the signature.
+        """Yields a function that writes the row of an image, with the values of the signature, as a JSON line.
 
-        The line lacks values that are None. A file name that is not UTF-8 contains lone surrogates, which become JSON
-        escapes.
+        Values of the signature that are None are left out. A file name that is not UTF-8 contains lone surrogates,
+        which are written as JSON escapes.
         """
         given = {key: value for key, value in signature.items() if value is not None}
 
@@ -78,13 +77,13 @@ class CaptionFile:
 
             def write(row: Row) -> None:
                 file.write(line(row))
-                file.flush()  # a killed command loses only the image that it was captioning
+                file.flush()  # so that a killed command loses only the image in progress
 
             yield write
 
 
 def _files(place: StoragePath) -> list[StoragePath]:
-    """The files of an output that exist, in order. Raises UserError for a local file that cannot be written."""
+    """The existing files of an output, in order. Raises UserError if a local file cannot be written."""
     if place.is_remote:
         return [place / f"part-{number:06d}.jsonl" for number in _part_numbers(place)]
     check_output_file("--out", place.path)
@@ -92,9 +91,12 @@ def _files(place: StoragePath) -> list[StoragePath]:
 
 
 def _parse(line: bytes, signature: Row, name: str) -> tuple[str, bool]:
-    """The image of a line, and whether it has a caption. name: of the line, for messages. Raises UserError."""
+    """The image of a line, and whether the image has a caption. name: the file and the line's number, for messages.
+
+    Raises UserError if the line is not one of this command or has another signature.
+    """
     try:
-        row = parse_json(line, "it", strict=False)  # file names may not be UTF-8
+        row = parse_json(line, "it", strict=False)  # strict parsing refuses file names that are not UTF-8
         image, has_caption = row["image"], "error" not in row
         differing = [key for key, value in signature.items() if row.get(key) != value]
         found, expected = ({key: each.get(key) for key in differing} for each in (row, signature))
@@ -106,15 +108,15 @@ def _parse(line: bytes, signature: Row, name: str) -> tuple[str, bool]:
 
 
 class Parts:
-    """Writes lines in parts to a folder on S3, after the parts that are there."""
+    """Collects lines and writes them in parts to a folder on S3. The numbers of parts continue from existing parts."""
 
     def __init__(self, folder: StoragePath) -> None:
         self.folder, self.number = folder, max(_part_numbers(folder), default=0)
         self.lines: list[bytes] = []
-        self.begin = 0.0  # when the first of the lines was added
+        self.begin = 0.0  # when the oldest of `lines` was added, in seconds of time.monotonic
 
     def add(self, line: bytes) -> None:
-        """Adds a line, and writes a part if it is due."""
+        """Adds a line. Writes a part after PART_ROWS lines, or if the oldest line is PART_S seconds old."""
         if not self.lines:
             self.begin = time.monotonic()
         self.lines.append(line)
@@ -122,7 +124,7 @@ class Parts:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the lines as the next part. Raises ConflictError if another process has written this part."""
+        """Writes the collected lines as the next part. Raises ConflictError if another process has written it."""
         if self.lines:
             part = self.folder / f"part-{self.number + 1:06d}.jsonl"
             part.write_if(b"".join(self.lines), None)
@@ -130,5 +132,5 @@ class Parts:
 
 
 def _part_numbers(folder: StoragePath) -> list[int]:
-    """The numbers of the parts that a folder on S3 has, in order."""
+    """The sorted numbers of the parts in a folder on S3."""
     return sorted(int(match[1]) for name, _ in folder.walk() if (match := _PART.fullmatch(name)))

@@ -1,4 +1,4 @@
-"""`raycap check`: whether a data set is fit to train on, and what is unusual about it."""
+"""`raycap check`: reports whether a data set is fit to train on, and what is unusual about it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(
 
 
 def _print_statistics(statistics: Values) -> None:
-    """Prints counts of captions, words and images. `statistics` is that of `pipeline.runs.check.check_data`."""
+    """Prints the counts of captions, words and images. statistics: from the result of `check_data`."""
     _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
     _print(f"captions     {statistics['captions']}")
     for split, counts in statistics["captions_per_image"].items():
@@ -59,5 +59,5 @@ def _print_statistics(statistics: Values) -> None:
 
 
 def _print(line: str) -> None:
-    """Prints a line in which names from the data set cannot control the terminal."""
+    """Prints a line with control characters escaped, because names in the data set may contain them."""
     print(printable(line))

@@ -1,6 +1,6 @@
 """`raycap`: the command line.
 
-Exit codes: 0 success, 2 a mistake of the caller (one sentence), 1 a failure, 130 and 143 stopped by Ctrl-C and SIGTERM.
+Exit codes: 0 for success, 1 for a failure, 2 for a mistake of the caller, 130 after Ctrl-C, and 143 after SIGTERM.
 
 Each command is a function in the module that does its work. This file contains only the commands' names and summaries,
 so that `raycap --help` imports none of these modules.
@@ -40,9 +40,9 @@ COMPLETION = "_RAYCAP_COMPLETE"  # a shell that completes a command line sets th
 class Entry:
     """One command of the tables `COMMANDS` and `BENCHMARKS`.
 
-    target: the function, written as module:function. summary: the first sentence of its docstring. can_submit:
-    `raycap submit` accepts the command, because a cluster can read all that its arguments name. passes_options_on: the
-    command accepts unknown options, because it passes them to another command.
+    target: the function, written as module:function. summary: the first sentence of its docstring. can_submit: True if
+    `raycap submit` accepts the command. passes_options_on: True if the command accepts unknown options and passes them
+    to another command.
     """
 
     target: str
@@ -55,7 +55,7 @@ class Entry:
         module, _, function = self.target.partition(":")
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if self.passes_options_on else None
         command = _as_command(getattr(import_module(module), function), name, settings)
-        if not self.passes_options_on:  # otherwise --verbose belongs to the other command
+        if not self.passes_options_on:  # a command that passes options on must also pass on --verbose
             command.params.extend(_as_command(_log_levels, "options").params)
         return command
 
@@ -88,9 +88,10 @@ BENCHMARKS = {
 
 
 class LazyGroup(TyperGroup):
-    """A group of commands that imports a command only when it is used. The group's help is made from the table.
+    """A group of commands. The module of a command is imported only when the command is used.
 
-    is_light: importing a command is fast enough for a shell that completes its options.
+    table: the commands by name. Their summaries form the group's help. is_light: False if the imports are too slow for
+    a shell that completes a command line. The shell then completes no options of these commands.
     """
 
     def __init__(self, table: Mapping[str, Entry], *, is_light: bool = True, **settings: Any) -> None:
@@ -101,7 +102,7 @@ class LazyGroup(TyperGroup):
             self.add_command(TyperCommand(name, short_help=entry.summary, help=entry.summary))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Finds the named command and imports it. Until then the group has a placeholder without options."""
+        """Imports the named command, in place of the placeholder without options that `__init__` has added."""
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in self.table and (self.is_light or COMPLETION not in os.environ):
             command = self.table[name].load(name)
@@ -109,7 +110,7 @@ class LazyGroup(TyperGroup):
 
 
 def root_command() -> LazyGroup:
-    """`raycap` with all its commands."""
+    """The command `raycap` with all its subcommands."""
     root = LazyGroup(COMMANDS, name="raycap", help="Train, tune and evaluate image-captioning models on a Ray cluster.")
     root.params.extend(_as_command(_version, "options", completes=True).params)
     bench = LazyGroup(BENCHMARKS, is_light=False, name="bench", help="Measure this machine.")
@@ -118,16 +119,17 @@ def root_command() -> LazyGroup:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code."""
+    """Runs a command and returns its exit code. argv: the arguments. If it is None, sys.argv gives them."""
     handle_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Each line is in a log file as soon as it is printed. Names that are not UTF-8 are escaped.
+            # Each line is flushed, so that a log file shows it at once. Names that are not UTF-8 are escaped, because
+            # printing them would raise an error.
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
     configure_logging()
     forget_all()
     sys.excepthook = _print_traceback
-    if threading.excepthook is threading.__excepthook__:  # otherwise another program, such as pytest, has a hook
+    if threading.excepthook is threading.__excepthook__:  # a hook that a caller such as pytest has set is kept
         threading.excepthook = _print_error_of_thread
     root = root_command()
     if COMPLETION in os.environ:
@@ -144,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print(STOPPED, file=sys.stderr)
         return exit_code()
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has ended, so that Python must not flush it at exit
+    except BrokenPipeError:  # `head` has closed the pipe, so Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -157,16 +159,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _example_of(error: TyperException) -> str:
-    """The line "Example: ..." of the help of the command whose arguments are wrong; "" if it has none."""
+    """The line "Example: ..." from the help of the command that was called wrongly. "" if the help has none."""
     command = getattr(getattr(error, "ctx", None), "command", None)
     example = (getattr(command, "help", None) or "").partition("Example: ")[2]
     return f"Example: {example.strip()}" if example else ""
 
 
 def _as_command(function: Any, name: str, settings: Values | None = None, *, completes: bool = False) -> Any:
-    """Turns a function into a Typer command. settings: the command's context settings; None for the defaults.
+    """Turns a function into a Typer command.
 
-    completes: adds Typer's options --install-completion and --show-completion.
+    settings: the command's context settings. If it is None, the defaults apply. completes: True adds Typer's options
+    --install-completion and --show-completion.
     """
     app = typer.Typer(add_completion=completes, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, context_settings=settings)(function)
@@ -174,7 +177,7 @@ def _as_command(function: Any, name: str, settings: Values | None = None, *, com
 
 
 def _set_log_level(option: typer.CallbackParam, is_set: bool) -> None:
-    """With --quiet the terminal shows warnings only, with --verbose also details."""
+    """Sets what the terminal shows: with --quiet only warnings, with --verbose also details."""
     if is_set:
         configure_logging(logging.WARNING if option.name == "quiet" else logging.DEBUG)
 
@@ -187,7 +190,7 @@ def _log_levels(
         bool, typer.Option("--verbose", "-v", help="Log details, too.", callback=_set_log_level, expose_value=False)
     ] = False,
 ) -> None:
-    """Declares the options that every command and group accepts. Only the callbacks of the options are called."""
+    """Declares the options of every command and group. This function is never called, only the options' callbacks."""
 
 
 def _print_version(is_set: bool) -> None:
@@ -204,11 +207,11 @@ def _version(
         ),
     ] = False,
 ) -> None:
-    """Declares an option of `raycap` itself. Only the callback of the option is called."""
+    """Declares the option --version of `raycap`. This function is never called, only the option's callback."""
 
 
 def _print_error_of_thread(found: threading.ExceptHookArgs) -> None:
-    if found.exc_type is not SystemExit:  # which ends a thread, as in Python
+    if found.exc_type is not SystemExit:  # which only ends the thread, so Python's own hook ignores it, too
         _print_traceback(found.exc_type, found.exc_value, found.exc_traceback)
 
 

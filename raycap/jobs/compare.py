@@ -1,4 +1,4 @@
-"""`raycap compare`: several models on one split side by side: intervals, costs, and the captions that differ most."""
+"""`raycap compare`: compares models on one split, by scores with intervals, costs, and captions that differ most."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from raycap.pipeline.storage.path import StoragePath, storage_path
 logger = logging.getLogger(__name__)
 
 Intervals = dict[str, dict[str, Difference]]  # by model and metric
-MAX_PICTURES = 60  # of the page
+MAX_PICTURES = 60  # on the page
 INTERVAL_NOTE = "95 % bootstrap intervals over the images"
 COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
 METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score above differs."
@@ -45,12 +45,12 @@ METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score a
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several models on one split, by the name of the model. The others are compared with the first one."""
+    """The results of several models on one split, by the model's name. All others are compared with the first model."""
 
     models: Mapping[str, EvaluatedModel]
-    results: Mapping[str, SplitScores]  # `SplitScores.split` is here the name of the model
+    results: Mapping[str, SplitScores]  # here, `split` is the model's name, so that tables show it
     intervals: Intervals
-    differences: Intervals  # the first model has none
+    differences: Intervals  # of each other model from the first one
     costs: Mapping[str, Mapping[str, float]]
 
     @property
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def bundles(self) -> dict[str, str]:
-        """The bundle of each model."""
+        """The bundles of each model, by the model's name."""
         return {name: model.name for name, model in self.models.items()}
 
 
@@ -105,16 +105,16 @@ def compare_models(
 
 
 def _names(models: Sequence[EvaluatedModel]) -> list[str]:
-    """A short name for each model: its bundle's, with a number where several have the same."""
+    """A name for each model: that of its bundle, followed by the model's number if several bundles have one name."""
     names = [model.scores.bundles[0].name for model in models]
     return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
 
 
 def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage]) -> list[ReportImage]:
-    """The images on which the models' captions differ most in CIDEr-D, with the captions of all.
+    """The images on which the models' captions differ most in CIDEr-D, with the captions of all models.
 
-    results: by the model's name. images: with the captions of the first model. Images whose captions all have the same
-    score are left out.
+    At most MAX_PICTURES images are returned, the largest difference first. Images on which all scores are equal are
+    left out. results: by the model's name. images: with the captions of the first model.
     """
     scores = {name: result.cider_by_image for name, result in results.items()}
     found = []
@@ -131,7 +131,7 @@ def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage])
 
 
 def _intervals(result: SplitScores) -> dict[str, Difference]:
-    """{metric: mean with its interval} of the metrics that are means over images."""
+    """{metric: mean with its interval}, computed as a difference from 0, for metrics that are means over images."""
     return {
         metric: paired_difference([score.per_image], [[0.0] * len(score.per_image)])
         for metric, score in (result.scores.by_name if result.scores else {}).items()
@@ -140,10 +140,10 @@ def _intervals(result: SplitScores) -> dict[str, Difference]:
 
 
 def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
-    """Parameters and multiply-accumulates per image of a bundle, with its backbone if it has one.
+    """The number of parameters of a bundle, and its multiply-accumulates per image ("macs") with the given search.
 
-    The multiply-accumulates are those of the search; without a backbone, whose number of tokens is not recorded, there
-    are none.
+    Both include the backbone. "macs" is missing for a bundle without a backbone, because it does not record the number
+    of image tokens.
     """
     from raycap.models.captioner import cost
 
@@ -160,9 +160,9 @@ def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
 def write_comparison(
     place: StoragePath, models: Sequence[EvaluatedModel], split: str, images: Dataset, settings: RunConfig
 ) -> None:
-    """Logs the comparison, and writes compare.json and, unless that fails, the page compare.html to a folder.
+    """Logs the comparison, and writes compare.json and the page compare.html to a folder.
 
-    models: with their results on the split. The others are compared with the first one.
+    An error of the page is only logged. models: with their results on the split. The first model is the baseline.
     """
     compared = _compared(models, split)
     table, cost_table = score_table([*compared.results.values()], with_alignment=True), _cost_table(compared.costs)
@@ -180,7 +180,7 @@ def write_comparison(
 
 
 def _compared(models: Sequence[EvaluatedModel], split: str) -> Comparison:
-    """Compares the models, and logs the differences."""
+    """Compares the models with the first one, and logs the differences."""
     by_name = dict(zip(_names(models), models, strict=True))
     results = {name: replace(model.scores[split], split=name) for name, model in by_name.items()}
     first, *others = results
@@ -194,7 +194,7 @@ def _compared(models: Sequence[EvaluatedModel], split: str) -> Comparison:
 
 
 def _costs(scores: Scores) -> dict[str, float]:
-    """The costs of a model (`cost_of`) and, if it has captioned the images now, its seconds per image."""
+    """The costs of a model (`cost_of`), with the seconds per image if this command has captioned the images."""
     costs = cost_of(scores.bundles[0], scores.search)
     seconds = scores.seconds_per_image
     return costs if seconds is None else costs | {"seconds_per_image": seconds}
@@ -217,7 +217,7 @@ def _content(compared: Comparison, split: str) -> Values:
 
 
 def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Report:
-    """The page compare.html. pictures: of `_pictures`."""
+    """The page compare.html. pictures: from `_pictures`."""
     first, scores = compared.first, compared.models[compared.first].scores
     columns, rows = score_table([*compared.results.values()], with_alignment=True)
     note = f"Means over the images with {INTERVAL_NOTE}."
@@ -245,7 +245,7 @@ def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Repo
 
 
 def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Rows]:
-    """The columns and the rows of the costs, by model."""
+    """The columns and rows of the table of costs. costs: by model."""
     texts = {"parameters": "{:,.0f}", "macs": "{:.3g}", "seconds_per_image": "{:.3g}"}
     rows = [
         (name, [text.format(values[key]) if key in values else "" for key, text in texts.items()])
@@ -255,7 +255,7 @@ def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Ro
 
 
 def _table(title: str, note: str, values: Intervals, form: str) -> Table:
-    """A table of values by model and metric. form: of a cell."""
+    """A table with a row per model and a column per metric. form: the format string of a cell."""
     columns = list(dict.fromkeys(metric for by_metric in values.values() for metric in by_metric))
     rows = [
         (name, [form.format(by_metric[column]) if column in by_metric else "" for column in columns])

@@ -1,4 +1,4 @@
-"""`raycap config`: what a configuration says after `extends`, `--set` and variables, and which keys there are."""
+"""`raycap config`: prints a configuration with the values of `extends`, `--set` and defaults, or all possible keys."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def config(
 
 
 def config_schema() -> Values:
-    """Pydantic's JSON schema of a run's YAML, with which an editor completes keys, explains them and marks mistakes.
+    """The JSON schema of a run's YAML file, with which an editor completes and explains keys and marks mistakes.
 
-    A file that extends another one may lack any key. The schema does not check keys against each other.
+    The schema allows a file that extends another one to lack any key, and does not check keys against each other.
     """
     schema = RunConfig.model_json_schema()
     for section in schema["$defs"].values():
-        section.pop("required", None)  # a section may get its other keys from the extended file
+        section.pop("required", None)  # no key is required, because the extended file may have it
     properties = schema["properties"]
     place = {"type": "string", "description": "The folder of all results, or s3://BUCKET/FOLDER."}
     storage = properties["storage"]
     properties["storage"] = {"anyOf": [place, {"$ref": storage["$ref"]}], "default": storage["default"]}
     extends = {"type": "string", "description": "Another YAML file whose values this one overrides; a relative path."}
-    properties["model"]["anyOf"] = properties["model"].pop("oneOf")  # a file may leave the name to the extended one
+    properties["model"]["anyOf"] = properties["model"].pop("oneOf")  # oneOf may refuse a file without a name
     schema["properties"] = {"extends": extends, **properties}
     schema["anyOf"] = [{"required": ["extends"]}, {"required": schema.pop("required")}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

@@ -1,6 +1,6 @@
 """`raycap doctor`: checks what this machine or a cluster can run, and gives a remedy for each problem.
 
-The nodes of a cluster are asked by tasks of Ray. With a dashboard's address, this command runs there as a job.
+On a cluster, a task of Ray checks each node. If the address is a dashboard's, the command runs there as a job.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from raycap.pipeline.tracking.mlflow_client import public_uri, reason_of, tracki
 from raycap.pipeline.version import commit
 
 OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `cluster.start` starts
-ANSWER_S = 60.0  # the deadline for the answers of nodes, whose processes must start first
+ANSWER_S = 60.0  # the deadline for the answers of all nodes, including the start of their processes
 Requests = Mapping[str, Sequence[Resources]]  # the resources of each process, by stage
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. Its texts may quote an error, so secrets of this machine are removed from them.
+    """The result of one check. The texts may quote an error, so secrets of this machine are removed from them.
 
     level: `fail` means that a configuration cannot run, `warn` that a part of it will be missing, slower or delayed.
     """
@@ -73,14 +73,17 @@ class Finding:
 
 
 class ScarceError(Exception):
-    """A check has found less than some runs need, for example little space on a disk."""
+    """A resource suffices only for some runs, for example the space on a disk. The finding is a warning."""
 
 
 def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = True) -> Finding:
-    """Runs a check. look: returns a text about what it found, or raises an error that describes the problem."""
+    """Runs a check. look: returns a text about what it found, or raises an error that describes the problem.
+
+    is_needed: False turns a problem into a warning. remedy: what the user can do about the problem.
+    """
     try:
         return Finding(name, "ok", look())
-    except Exception as error:  # libraries raise many types for a broken installation, credentials and settings
+    except Exception as error:  # any type, because libraries differ in what they raise for wrong settings
         level: Literal["warn", "fail"] = "fail" if is_needed and not isinstance(error, ScarceError) else "warn"
         return Finding(name, level, reason_of(error), remedy)
 
@@ -106,7 +109,7 @@ def doctor(
     """
     address = cluster_address(address)
     if address is not None and address.startswith(("http://", "https://")):
-        # The command runs there as a job, and the output of the job is printed.
+        # The command runs on the cluster as a job, whose output is printed here.
         changes = [word for override in set_ or () for word in ("--set", override)]
         arguments, secrets = ([], []) if config is None else ([str(config)], used_variables(config))
         job = Job("doctor", [*arguments, *changes], secrets=secrets)
@@ -125,7 +128,7 @@ def doctor(
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
-    """The run that a YAML file describes, and what its stages ask for. For a search, it is the run of the base."""
+    """The run that a YAML file describes, and the resources of each stage. The run of a search is that of its base."""
     values = read_values(path, overrides)
     if "space" in values or "rows" in values:  # only the file of a search has these keys
         search = load_search(path, overrides)
@@ -136,13 +139,13 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
 
 
 def _examine(config: RunConfig | None, requests: Requests, address: str | None) -> Iterator[Finding]:
-    """Checks this machine, and the nodes of the cluster that it joins."""
+    """Checks this machine and, if there is an address, the nodes of the cluster."""
     yield from check_machine(config, on_cluster=address is not None)
     if address is None:
         return
     try:
         connect(address)
-    except Exception as error:  # Ray raises various types
+    except Exception as error:  # any type, because Ray raises various ones
         remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
         yield Finding("cluster", "fail", f"{address} cannot be joined: {one_line(error)}", remedy)
     else:
@@ -150,7 +153,7 @@ def _examine(config: RunConfig | None, requests: Requests, address: str | None) 
 
 
 def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Finding]:
-    """Checks this machine. on_cluster: a run computes on a cluster, not here."""
+    """Checks this machine. on_cluster: True if runs compute on a cluster, so that this machine needs no GPUs."""
     yield same_versions({})
     yield find("torch", torch_pair, "install both from one place, as `uv pip install -r requirements.lock` does")
     yield java()
@@ -170,7 +173,7 @@ def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Findin
 
 
 def folders() -> Iterator[Finding]:
-    """Whether the folders that raycap and Ray write to can be written and have space."""
+    """Checks that the folders that raycap and Ray write to can be written and have space."""
     ray_folder, shared = Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path("/dev/shm")
     remedy = "free space, or set RAYCAP_CACHE to a folder that can be written"
     yield find("cache", partial(space, cache_folder()), remedy)
@@ -178,16 +181,16 @@ def folders() -> Iterator[Finding]:
     yield find("home", partial(space, Path.home(), 0, 0), remedy)
     remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
     yield find("tmp", partial(space, ray_folder, 0.1, 1), remedy)
-    if shared.is_dir():  # Ray keeps its object store there, or else on a disk, where it is slower
+    if shared.is_dir():  # Ray puts its object store there, because it would be slower on a disk
         remedy = "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)"
         yield find("shm", partial(space, shared, 0, OBJECT_STORE_GIB), remedy)
 
 
 def space(folder: Path, least: float = 1, enough: float = 10) -> str:
-    """A text with the free space for a folder, which need not exist yet.
+    """A text about the free space for a folder. The folder need not exist yet.
 
     Raises OSError if the folder cannot be written or fewer than `least` GiB are free, and ScarceError if fewer than
-    `enough` are free.
+    `enough` GiB are free.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -201,14 +204,14 @@ def space(folder: Path, least: float = 1, enough: float = 10) -> str:
 
 
 def torch_pair() -> str:
-    """The versions of torch and torchvision. It calls an operator, because builds that do not fit fail only then."""
+    """The versions of torch and torchvision. Calls an operator, because builds that do not fit fail only then."""
     torch, vision = importlib.import_module("torch"), importlib.import_module("torchvision")
     vision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     return f"torch {torch.__version__}, torchvision {vision.__version__}"
 
 
 def gpus(wanted: float, *, is_needed: bool) -> Finding:
-    """Checks that torch can use the wanted number of GPUs: what the run needs, or what Ray offers on this node."""
+    """Checks that torch can use `wanted` GPUs, as many as a run needs on this machine or Ray offers on this node."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -220,13 +223,13 @@ def gpus(wanted: float, *, is_needed: bool) -> Finding:
 
 
 def java() -> Finding:
-    """Whether METEOR and SPICE can be computed."""
+    """Checks that METEOR and SPICE can be computed, which need Java."""
     remedy = "METEOR or SPICE will be unavailable"
     return find("java", lambda: f"{java_version()}, models of SPICE in {spice_models()}", remedy, is_needed=False)
 
 
 def storage(folder: StoragePath, probe: str = "") -> Finding:
-    """Whether results can be written. probe: the name of a file that the driver's machine has written there."""
+    """Checks that results can be written. probe: a file that the driver's machine has written there, or ""."""
 
     def look() -> str:
         if probe and not (folder / probe).exists():
@@ -241,7 +244,7 @@ def storage(folder: StoragePath, probe: str = "") -> Finding:
 
 
 def data(config: RunConfig) -> str:
-    """Whether the data set's annotations exist. `raycap check` also reads them."""
+    """A text that names the data set's annotations, which are not read. Raises UserError if they do not exist."""
     section = config.data
     if section.root is None:
         return "synthetic data set"
@@ -254,7 +257,7 @@ def data(config: RunConfig) -> str:
 
 
 def tracker(config: RunConfig) -> str:
-    """The address of the tracker, if it answers."""
+    """The address of the tracker, or "off". Raises OSError if the tracker does not answer."""
     if not config.tracking.enabled:
         return "off"
     address = public_uri(config)
@@ -267,13 +270,13 @@ def tracker(config: RunConfig) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that must be equal on all machines. Torch's builds for different hardware have one version here."""
+    """The versions that must be equal on all machines. Suffixes of builds for one hardware, such as +cu126, are cut."""
     found = {"python": ".".join(platform.python_version_tuple()[:2]), "raycap": commit()}
     return found | {name: importlib.metadata.version(name).partition("+")[0] for name in ("ray", "torch")}
 
 
 def same_versions(expected: Mapping[str, str]) -> Finding:
-    """Compares this machine's versions with those of another. A commit may be unknown, and is then not compared."""
+    """Compares this machine's versions with those of another machine. An unknown commit is not compared."""
     found = versions()
     if different := [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]:
         text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
@@ -284,20 +287,21 @@ def same_versions(expected: Mapping[str, str]) -> Finding:
 def check_node(
     expected: Mapping[str, str], wanted: tuple[float, bool], probe: tuple[StoragePath, str] | None
 ) -> list[Finding]:
-    """Runs the checks on the node on which this runs.
+    """Runs the checks on the node of this process.
 
-    expected: the driver's versions. wanted: the number of GPUs that Ray offers there, and whether a run needs GPUs.
-    probe: the place of the storage, and the name of a file that the driver wrote there.
+    expected: the driver's versions. wanted: the number of GPUs that Ray offers on the node, and whether a run needs
+    GPUs. probe: the storage, and the name of a file that the driver has written there. If it is None, the storage is
+    not checked.
     """
     found = [same_versions(expected), gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
     return found if probe is None else [*found, storage(*probe)]
 
 
 def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:
-    """Asks all live nodes and compares their answers. Ray must have been started.
+    """Checks all live nodes, and whether they have the resources that stages ask for. Ray must have been started.
 
-    The driver writes a file into the storage, which all nodes must find. If it has no right to remove files, this file
-    remains.
+    The driver writes a file into the storage, and all nodes must find the file. The file remains if the driver has no
+    right to remove files.
     """
     import ray
 
@@ -306,7 +310,7 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
     uses_gpus = asks_for_gpus and not computes_on_cpus()
     probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
     if probe is not None:
-        with suppress(OSError):  # `check_machine` has reported it
+        with suppress(OSError):  # `check_machine` has reported this error
             (probe[0] / probe[1]).write_bytes(b"")
     found = _ask(alive, uses_gpus, probe)
     if probe is not None:
@@ -321,9 +325,9 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
 def _ask(
     alive: Mapping[str, Values], uses_gpus: bool, probe: tuple[StoragePath, str] | None
 ) -> dict[str, list[Finding]]:
-    """Calls `check_node` on all nodes at once. Returns the findings of each node, or one that it does not answer.
+    """Calls `check_node` on all nodes at once. Returns the findings by the nodes' names.
 
-    alive: the entries of `ray.nodes` by the nodes' names.
+    A node that does not answer gets one finding about that. alive: the entries of `ray.nodes` by the nodes' names.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
@@ -344,13 +348,13 @@ def _ask(
         except ray.exceptions.GetTimeoutError:
             ray.cancel(reference, force=True)
             found[name] = [Finding("answer", "fail", f"none within {ANSWER_S:g} s", remedy)]
-        except Exception as error:  # a node that has just died, or code that cannot be imported there
+        except Exception as error:  # for example, the node has just died or cannot import the code
             found[name] = [Finding("answer", "fail", str(error).strip().splitlines()[-1], remedy)]
     return found
 
 
 def has_workers(status: ClusterStatus) -> Finding:
-    """Whether a node is there that can compute."""
+    """Checks that some live node has CPUs or GPUs."""
     if any(node.get("CPU") or node.get("GPU") for node in status.nodes):
         return Finding("nodes", "ok", status.text)
     text = "no worker is up, so only the head is checked"
@@ -358,7 +362,7 @@ def has_workers(status: ClusterStatus) -> Finding:
 
 
 def stage_fits(status: ClusterStatus, stage: str, requests: Sequence[Resources]) -> Finding:
-    """Whether the live nodes have what a stage asks for. Nodes that an autoscaler could start are not known."""
+    """Checks that the live nodes have the resources of a stage. A lack is a warning, as an autoscaler may add nodes."""
     wanted = [{name: amount for name, amount in request.items() if amount} for request in requests]
     text = f"{stage} asks for {counted([readable(request) for request in wanted])}"
     if status.fits(wanted):
@@ -369,7 +373,7 @@ def stage_fits(status: ClusterStatus, stage: str, requests: Sequence[Resources])
 
 
 def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:
-    """The findings of the nodes, called `node NAME`. Nodes with the same finding are named together."""
+    """The findings of all nodes, each named `node NAME`. A finding that several nodes share is given once."""
     nodes: dict[Finding, list[str]] = {}
     for node, findings in found.items():
         for finding in findings:

@@ -117,7 +117,7 @@ def evaluate(
 
 
 def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
-    """Raises UserError for bundles that go neither with the number of seeds nor with a stage."""
+    """Raises UserError if bundles are given together with a stage, or not one for each of several seeds."""
     if models and seeds > 1 and len(models) != seeds:
         raise UserError(
             f"--seeds {seeds}: {len(models)} bundles are given; give --model once for each seed, or leave it out"
@@ -127,9 +127,10 @@ def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
 
 
 def find_options(config: RunConfig, constraints: Path | None = None) -> Options:
-    """The options of an evaluation, after a check of the storage and of all files that it reads. Raises UserError.
+    """The options of an evaluation. Raises UserError if the storage or a file that the evaluation reads is unusable.
 
-    constraints: the option --constraints. Without it, the configuration's file holds for its test splits only.
+    constraints: the option --constraints. If it is None, the configuration's file is used, except on the validation
+    split.
     """
     check_storage(config)
     file = constraints or config.evaluation.constraints
@@ -149,7 +150,7 @@ class EvaluatedModel:
 
     @property
     def name(self) -> str:
-        """The bundles."""
+        """The bundles, joined by " + "."""
         return " + ".join(map(str, self.scores.bundles))
 
 
@@ -163,7 +164,7 @@ class Evaluator:
     address: str | None
 
     def check(self, systems: Sequence[Sequence[StoragePath]]) -> None:
-        """Logs the models, and raises UserError for constraints that do not fit a vocabulary."""
+        """Logs the models and the data. Raises UserError if the constraints do not fit the search or a vocabulary."""
         if self.options.constraints is not None:
             self.settings.evaluation.require_constraints(f"--constraints {self.options.constraints}")
         for bundles in systems:
@@ -172,16 +173,16 @@ class Evaluator:
         logger.info(f"data      {', '.join(f'{split} {len(part)}' for split, part in self.images.items())} images")
 
     def evaluate(self, bundles: Sequence[StoragePath], folder: ResultsFolder) -> Scores:
-        """The scores of a bundle or of an ensemble. folder: for its captions, before they are scored."""
+        """The scores of a bundle or of an ensemble. folder: gets the captions before they are scored."""
         options = replace(self.options, keep=folder.write_captions)
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
     def evaluate_each(
         self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder, *, may_store: bool = True
     ) -> list[EvaluatedModel]:
-        """The scores of each model. Its results are in a folder of `folder`, which is named by its label.
+        """Evaluates each model, and writes its results to the subfolder of `folder` with the model's label.
 
-        may_store: whether bundles get the confidence that was fitted.
+        may_store: True if bundles get the confidence that was fitted.
         """
         found = []
         for label, bundles in systems.items():
@@ -195,10 +196,10 @@ class Evaluator:
     def compare_systems(
         self, systems: Mapping[str, Sequence[StoragePath]], others: Sequence[StoragePath], folder: ResultsFolder
     ) -> int:
-        """Evaluates and summarizes models one by one, and those of another system. Returns the exit code."""
+        """Evaluates models one by one, then those of another system, and summarizes both. Returns the exit code."""
         ours = self.evaluate_each(systems, folder)
         compared = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
-        theirs = self.evaluate_each(compared, folder, may_store=False)  # bundles of other people never change
+        theirs = self.evaluate_each(compared, folder, may_store=False)  # other people's bundles stay unchanged
         summarize_systems(folder.place, ours, theirs)
         return exit_code([each.scores for each in (*ours, *theirs)])
 
@@ -206,7 +207,7 @@ class Evaluator:
 def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> None:
     """Prints and writes the mean scores of a system with their spread, and its differences from another system.
 
-    ours, others: one model per seed; others: () without a comparison. Splits without references have no scores.
+    ours, others: one model per seed. `others` may be (). Splits without references are left out.
     """
     scores = _seed_scores(ours)
     columns, sides = scores.columns, {"": scores}
@@ -252,7 +253,7 @@ def _content(models: Sequence[EvaluatedModel], scores: SeedScores) -> Values:
 
 
 def _content_of_others(others: Sequence[EvaluatedModel], scores: SeedScores, gaps: Differences) -> Values:
-    """The part of scores.json about the other system. gaps: the differences from it."""
+    """The part of scores.json about the other system. gaps: the differences from the other system."""
     splits = scores.to_json()
     for split, by_metric in gaps.items():
         splits[split]["differences"] = differences_json(by_metric)
@@ -260,9 +261,9 @@ def _content_of_others(others: Sequence[EvaluatedModel], scores: SeedScores, gap
 
 
 def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
-    """The rows of the page: of each split the scores of both sides, with each model; then the differences.
+    """The rows of the page: for each split, the scores of both systems and of their models, and last the differences.
 
-    sides: the system and, if it is compared, the other one, by the prefix of their rows.
+    sides: the scores of this system and of the other one, if there is one, by the prefix of their rows.
     """
     columns, rows = sides[""].columns, Rows()
     for split in sides[""].splits:
@@ -280,7 +281,7 @@ def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:
 
 
 def exit_code(every: Sequence[Scores]) -> int:
-    """1 if there are images that cannot be read, whose number the log has; else 0."""
+    """1 if an image could not be read, otherwise 0. Logs the number of such images."""
     num_failed = len({image for scores in every for image in scores.unreadable})
     if num_failed:
         logger.info(f"{num_failed} images could not be read; scores.json lists them with the reasons")
@@ -288,7 +289,7 @@ def exit_code(every: Sequence[Scores]) -> int:
 
 
 def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[StoragePath]:
-    """The bundles that an option names. Raises UserError for one that cannot be loaded or lacks its features."""
+    """The bundles that an option names. Raises UserError if one cannot be loaded, or if its features are missing."""
     found = []
     for model in models:
         opened = open_bundle(option, model, config.storage.options)
@@ -302,7 +303,10 @@ def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[
 
 
 def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
-    """The images of each split, also those without references, and the training images. Raises UserError."""
+    """The images of each split, also those without references, and the training images.
+
+    Raises UserError if the annotations cannot be read.
+    """
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
     return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
 
@@ -312,12 +316,12 @@ def _label(
 ) -> tuple[str, str]:
     """A name for the evaluated models, and one for the folder of their results.
 
-    The second one has a hash of the bundles outside of the storage, because these can have equal names. compared: the
-    bundles of another system. one_by_one: the bundles do not form an ensemble.
+    The folder's name ends with a hash of the bundles outside of the storage, because such bundles can have equal names.
+    compared: the bundles of another system. one_by_one: False if the bundles form an ensemble.
     """
     names = [bundle.name for bundle in bundles]
     label = "+".join(names)
-    if one_by_one or len(label) > 120:  # the label is also a folder's name
+    if one_by_one or len(label) > 120:  # short, because it is also a folder's name
         label = group_id(f"{config.name}-{len(names)}-{'seeds' if one_by_one else 'ensemble'}", names)
     if compared:
         label = group_id(f"{label}-compared", [str(bundle) for bundle in compared])
@@ -327,9 +331,9 @@ def _label(
 
 
 def _require_run(config: RunConfig, stage: str | None) -> None:
-    """Raises UserError for an unknown stage, or if the local storage has no run of this name.
+    """Raises UserError for an unknown stage, or if a local storage has no run of this name.
 
-    The run may still be missing, because the data decide which of these runs it is.
+    The run with the configuration's data may still be missing. `_run_bundles` finds this out, after reading the data.
     """
     names = [section.name for section in config.stages]
     if stage is not None and stage not in names:
@@ -343,10 +347,10 @@ def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
 
 
 def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[list[StoragePath], RunConfig]:
-    """The bundles of the configurations' runs, which are written if they do not exist yet, and the first run's values.
+    """The bundles of the configurations' runs, and the first run's configuration. Writes bundles that do not exist yet.
 
-    stage_name: selects the models as they were after this stage; None for the final models. Raises UserError if a run
-    or the stage is not finished.
+    stage_name: the stage after which the models are taken. If it is None, the final models are taken. Raises UserError
+    if a run or the stage is not finished.
     """
     dataset, _ = find_data(configs[0])
     fingerprint = dataset.readable().fingerprint()

@@ -12,7 +12,7 @@ import typer
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
 
-OPSETS = range(18, 24)  # known to PyTorch's exporter and to onnxruntime
+OPSETS = range(18, 24)  # versions that both PyTorch's exporter and onnxruntime support
 REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 logger = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ def extract(
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
         hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
         dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
-        if unreadable and not len(dataset.readable()):  # not all files are damaged; the path is probably wrong
+        if unreadable and not len(dataset.readable()):  # if all files fail, the path is probably wrong
             uri, reason = next(iter(unreadable.items()))
             raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")
         extracted = extract_features(run_config, dataset, weights, start, unreadable)
@@ -78,7 +78,7 @@ def extract(
 
 
 def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
-    """The images whose features are stored. If `features.store` is never, those only for training are left out."""
+    """The images whose features are stored. If `features.store` is never, training images are not among them."""
     if config.features.store != "never":
         return dataset
     logger.info("features     of training images are computed during training, because features.store is never")
@@ -88,7 +88,7 @@ def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
 
 
 def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
-    """Reads the whole store. Returns False when a shard is damaged or an image of the data set is missing."""
+    """Reads the whole store. Returns False if a shard is damaged, or the store lacks an image of the data set."""
     damages = store.verify()
     num_missing = int((~store.contains(with_views(dataset, config).table["key"])).sum())
     for damage in damages:
@@ -99,10 +99,11 @@ def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:
 
 
 def initial_weights(config: RunConfig, scratch: Path) -> Path:
-    """The file with the initial weights of the configuration's backbone; for a storage on S3, a copy in `scratch`.
+    """The file with the initial weights of the configuration's backbone. Makes the file if it does not exist yet.
 
-    The storage keeps the file, because building a backbone can take longer than all else if the features are there. The
-    file's name is a digest of everything that decides the weights.
+    The storage keeps the file, because building a backbone can take longer than the rest of the command if all features
+    are stored. If the storage is on S3, the returned file is a copy in `scratch`. The file's name is a digest of
+    everything that determines the weights.
     """
     versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
     identity = [asdict(config.backbone), config.seed, versions, _size_and_mtime(config)]
@@ -120,7 +121,10 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
 
 
 def _size_and_mtime(config: RunConfig) -> list[int]:
-    """Size and modification time of the weights file that the configuration names; [] if it names none."""
+    """[size in bytes, modification time in ns] of the file in `backbone.weights`, or [] if the key names no file.
+
+    Raises UserError if the file cannot be read.
+    """
     if config.backbone.weights in ("none", "pretrained"):
         return []
     try:

@@ -74,7 +74,7 @@ def import_checkpoint(
 
 
 def _read_settings(overrides: Sequence[str]) -> dict[str, Values]:
-    """The settings of --set by section, which are not checked yet. Raises UserError for other sections."""
+    """The values of --set for the sections model and backbone, not checked yet. Raises UserError for other sections."""
     settings: Values = {"model": {}, "backbone": {}}
     for override in overrides:
         section, dot, _ = override.partition("=")[0].partition(".")
@@ -86,9 +86,10 @@ def _read_settings(overrides: Sequence[str]) -> dict[str, Values]:
 
 
 def _protocol(source: str, captioner: Captioner, objective: Literal["cross_entropy", "scst"] | None) -> Protocol:
-    """The original's protocol: the search by which its authors evaluate, and for SCST whether EOS was rewarded.
+    """The protocol of the original: its authors' search, and for SCST whether EOS counts in the reward.
 
-    source: a key of FORMATS. A model with fewer positions than the original's captions has tokens gets that limit.
+    source: a key of FORMATS. If the model has fewer positions than the original's maximum length, the number of
+    positions is the maximum length.
     """
     published, model = shared_protocol(source), captioner.model
     ours = model_protocol(model.config, regions=published.features == "regions")

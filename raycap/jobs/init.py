@@ -18,7 +18,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
 from raycap.pipeline.storage.atomic import write_bytes
 
-NUM_READ = 5_000  # captions from which the language is guessed
+NUM_READ = 5_000  # number of captions from which the language is guessed
 
 
 def init(
@@ -52,15 +52,15 @@ def init(
     for key, text in _summary(found, language, counts).items():
         print(f"{key:<9} {printable(text)}")
     write_bytes(path, config_text(found, name, language, counts, is_pretrained=pretrained).encode())
-    load_config(path)  # what is written is valid
+    load_config(path)  # raises if the new file is not valid
     print(f"wrote     {path}")
     print(f"next      raycap check {path}\n          raycap run {path}")
     return 0
 
 
 def _summary(found: Survey, language: Language, counts: Counts) -> dict[str, str]:
-    """What was found, by the labels under which the command prints it."""
-    sources = found.keys.get("sources", [found.keys])  # one source has no list
+    """{label: text} of the lines that the command prints about the data set."""
+    sources = found.keys.get("sources", [found.keys])  # a single source is described by the keys themselves
     files = [source["annotations"] for source in sources]
     places = ", ".join(found.root.uri if file == "." else file for file in files)
     numbers = sorted({len(texts) for texts in found.dataset.column("captions")})

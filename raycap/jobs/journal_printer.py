@@ -19,13 +19,13 @@ POLL_S = 0.5  # seconds between two searches for new entries
 
 
 class JournalPrinter:
-    """A context in which a background thread prints new journal entries."""
+    """A context during which a background thread prints new entries of a run's journal."""
 
     def __init__(self, folder: RunFolder, changed: Callable[[], object] = lambda: None) -> None:
         """changed: called after each change of the journal, even if a resumed stage repeats entries."""
         self.folder = folder
         self.follower = Follower(folder.journal)
-        self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: the step and time of the last event
+        self.rate_start: dict[str, tuple[int, float]] = {}  # by stage: step and time of the last entry with a text
         self._changed = changed
         self._size = journal_bytes(folder.journal)
         self._downloaded_at = time.monotonic()
@@ -46,14 +46,14 @@ class JournalPrinter:
             self._print_new_entries(download=time.monotonic() - self._downloaded_at > JOURNAL_EVERY_S)
 
     def _print_new_entries(self, *, download: bool) -> None:
-        """Prints the entries that were added since the last call. download: first download a journal on S3.
+        """Prints the entries that were added since the last call. download: True to download a journal on S3 first.
 
-        It raises no error, because training must go on if it cannot be shown. It logs its first error.
+        Raises no error, because training must continue if its progress cannot be printed. Logs only the first error.
         """
         try:
             if download:
                 self._downloaded_at = time.monotonic()
-                with suppress(OSError, UserError):  # the output is then late, but the run continues
+                with suppress(OSError, UserError):  # ignored, because a failed download only delays the output
                     self.folder.pull(JOURNAL)
             size = journal_bytes(self.folder.journal)
             if size != self._size:
@@ -67,7 +67,7 @@ class JournalPrinter:
             self._has_failed = True
 
     def line(self, entry: Values) -> str:
-        """One journal entry as a line of text. The remaining time is estimated from the speed since the last event."""
+        """A journal entry as a line. The time left is estimated from the speed since the last entry with a text."""
         stage, step = entry["stage"], entry["step"]
         if "text" in entry:
             self.rate_start[stage] = (step, entry["time"])
@@ -76,7 +76,7 @@ class JournalPrinter:
             score = f"validation CIDEr-D {entry['CIDEr-D']:.4f} (best {entry['best']:.4f})"
             return f"{stage}  step {step}: {score}, {entry['seconds']:.1f} s"
         first_step, first_time = self.rate_start.get(stage, (0, entry["time"]))
-        steps_per_s = (step - first_step) / max(entry["time"] - first_time, 1e-3)  # no division by 0
+        steps_per_s = (step - first_step) / max(entry["time"] - first_time, 1e-3)  # avoids division by 0
         remaining_s = (entry["total"] - step) / steps_per_s if steps_per_s > 0 else 0.0
         parts = [f"{stage}  {step}/{entry['total']}", f"loss {entry['loss']:.4f}"]
         if "reward" in entry:

@@ -1,4 +1,4 @@
-"""Model bundles and output files that options name, with the checks that several commands share."""
+"""Opens the model bundles that options name, and checks the output files and folders that options name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 
 
 class OpenedBundle(NamedTuple):
-    """A loaded model bundle; `folder` is a local copy of `location`."""
+    """A loaded model bundle. location: where the user has it. folder: on this machine, a copy if it is on S3."""
 
     location: StoragePath
     folder: Path
@@ -22,7 +22,7 @@ class OpenedBundle(NamedTuple):
 
 
 def open_bundle(option: str, model: str, storage: StorageOptions = StorageOptions()) -> OpenedBundle:
-    """Loads the bundle that an option names. Raises UserError if this is not possible."""
+    """Loads the bundle that an option names. Raises UserError if the bundle does not exist or is damaged."""
     location = storage_path(model, storage)
     if not location.is_remote and not location.path.is_dir():
         raise UserError(f"{option} {model}: no such folder; give a model bundle, such as results/models/NAME/RUN")
@@ -39,7 +39,7 @@ def check_output_folder(option: str, path: Path) -> None:
     try:
         existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         is_folder = existing.is_dir()
-    except OSError as error:  # a name that is too long, or a folder that this user must not enter
+    except OSError as error:  # the name is too long, or this user may not enter a folder
         raise UserError(f"{option} {shown(path)}: {error.strerror}; give another folder") from error
     if not is_folder:
         raise UserError(f"{option} {path}: {existing} is a file; give a folder")
@@ -53,7 +53,7 @@ def check_output_place(option: str, place: StoragePath) -> None:
         return
     try:
         try_writing(place)
-    except (StorageError, ValueError) as error:  # boto3 refuses the address
+    except (StorageError, ValueError) as error:  # boto3 raises ValueError if it refuses the address
         remedy = "check the bucket, its policy, storage.endpoint_url and the credentials, or give another folder"
         raise UserError(f"{option} {place} cannot be written: {error}; {remedy}") from error
 

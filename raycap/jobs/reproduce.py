@@ -30,16 +30,16 @@ EXPANSIONNET = "github.com/jchenghu/ExpansionNet_v2"
 MESHED_MEMORY = "github.com/aimagelab/meshed-memory-transformer"
 SPLITS, IMAGES, REGIONS = "dataset_coco.json", "val2014", "coco_detections.hdf5"
 COCO = {SPLITS: f"Karpathy's splits, in the drive that the README of {EXPANSIONNET} links"}
-OF_IMPORT = ("model.", "backbone.")  # the beginning of the keys of the import
-TOLERANCE = 0.005  # of CIDEr-D: the papers print three digits, and libraries resize and decode images differently
+OF_IMPORT = ("model.", "backbone.")  # prefixes of the keys that belong to the import
+TOLERANCE = 0.005  # of CIDEr-D, because the papers print three digits and libraries decode images differently
 
 
 @dataclass(frozen=True)
 class Published:
     """A published model.
 
-    row: the name of the published row whose scores it should reproduce. files: for each file what it is and where it
-    can be found.
+    row: the name of the published scores that the model should reproduce. files: by each file's name, what it is and
+    where it can be found.
     """
 
     title: str
@@ -119,13 +119,13 @@ def reproduce(
         raise UserError(f"{shown(folder)} has no published checkpoint; put one of these files there: {checkpoints}")
     for name in systems:
         _require_files(folder, PUBLISHED[name])
-        # raises before the first, long import if an override is wrong
+        # A wrong override raises an error here, because the first import takes long.
         load_config(PUBLISHED[name].path, _evaluation_overrides(name, folder, out / name, set_ or ()))
     return max(_reproduce(name, folder, out / name, set_ or (), address) for name in systems)
 
 
 def _require_files(folder: Path, published: Published) -> None:
-    """Raises UserError that names the files that are missing, and where they are."""
+    """Raises UserError if files are missing. The message names them, and where they can be found."""
     images = {IMAGES: next((folder / IMAGES).glob("COCO_val2014_*.jpg"), None) is not None}
     there = {name: (folder / name).is_file() for name in published.files} | images
     missing = [f"{name} ({what})" for name, what in published.files.items() if not there[name]]
@@ -136,7 +136,7 @@ def _require_files(folder: Path, published: Published) -> None:
 def _reproduce(system: str, folder: Path, out: Path, overrides: Sequence[str], address: str | None) -> int:
     """Imports and evaluates one system. Returns the exit code."""
     published, bundle = PUBLISHED[system], out / "bundle"
-    if (bundle / "config.yaml").is_file():  # of an earlier call, perhaps with other files
+    if (bundle / "config.yaml").is_file():  # an earlier call may have imported other files
         shutil.rmtree(bundle)
     import_checkpoint(
         system,  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def _reproduce(system: str, folder: Path, out: Path, overrides: Sequence[str], a
 
 
 def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Sequence[str]) -> list[str]:
-    """The overrides of the evaluation: files and output folder, this machine's GPU, and those that the user gave."""
+    """The overrides of the evaluation: files, output folder and GPU of this machine, and those that the user gave."""
     import torch
 
     num_gpus = min(1, torch.cuda.device_count())
@@ -171,16 +171,17 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
     given = [override for override in overrides if not override.startswith(OF_IMPORT)]
     if REGIONS in PUBLISHED[system].files:
         places["features.hdf5"] = folder / REGIONS
-    else:  # the published scores are those of captions of pixels
+    else:  # the published captions were computed from pixels, so ours are, too
         given = ["features.store=never", *given]
     quoted = [f"{key}={json.dumps(str(path.absolute()))}" for key, path in places.items()]
     return [*quoted, *(f"{key}={value}" for key, value in numbers.items()), *given]
 
 
 def _compare(published: Published, scores: Values, *, must_be_comparable: bool) -> bool:
-    """Prints our scores beside the published row.
+    """Prints our scores beside the published row. Returns False if CIDEr-D differs by more than TOLERANCE.
 
-    Returns False if CIDEr-D differs, or if scores must be comparable and are not. scores: of the split in scores.json.
+    scores: the entry of the split in scores.json. must_be_comparable: if it is True, scores that cannot be compared
+    also give False. Raises JobFailedError if there are no scores.
     """
     if "scores" not in scores:
         raise JobFailedError("no image could be captioned, so that there are no scores; scores.json has the reasons")

@@ -1,4 +1,4 @@
-"""`raycap retrain`: trains on new data and promotes the model if it is better. A schedule can run it."""
+"""`raycap retrain`: trains on new data and promotes the model if it is better, for example on a schedule."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RayWork:
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""
         StoredBundle(bundle, files).fetch()
-        search = {key: getattr(config.evaluation, key) for key in SEARCH_KEYS}  # also if a bundle records another one
+        search = {key: getattr(config.evaluation, key) for key in SEARCH_KEYS}  # whatever the bundle records
         settings = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=search)})
         scores = evaluate([bundle], {HELD_OUT: part}, settings, self.address, Options(metrics=("CIDEr-D",)))
         return scores[HELD_OUT]
@@ -64,6 +64,6 @@ def retrain(
     if roll_back:
         check_storage(run_config)
         return rollback(run_config)
-    check_address(address)  # `start_ray` looks at the resources, if there is something to train
+    check_address(address)  # `start_ray` checks the resources later, if there is something to train
     check_before_writing(run_config)
     return retrain_once(run_config, RayWork(address))

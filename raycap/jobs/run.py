@@ -61,9 +61,10 @@ NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the sa
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
-    """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
+    """Makes a run: checks, extracts features, trains every stage, evaluates, reports and registers. Returns its folder.
 
-    data: the result of `find_data`, if a command makes several runs on the same data.
+    data: the result of `find_run_data`, for a command that makes several runs on the same data. If it is None, the
+    data are read.
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
@@ -74,7 +75,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     except DamagedError as error:
         logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
         summary = None
-    # A complete run may lack scores, pictures or pages that this machine can make.
+    # A complete run may lack scores, pictures or pages that this machine can make, so these are made now.
     missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
     if summary is not None and not missing:
         if config.tracking.enabled and not summary["tracked"]:
@@ -105,9 +106,10 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
 
 
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`. If the first stage needs stored features, their extraction reads the new images.
+    """The result of `find_data`, which has to read new images.
 
-    Otherwise threads of this process read them.
+    If the first stage needs stored features, the extraction on Ray reads the new images. Otherwise threads of this
+    process read them.
     """
     needs_features = not config.stages[0].train_backbone and config.features.store != "never"
     can_extract = config.has_backbone and config.init_from is None and not config.features.views
@@ -120,22 +122,22 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
 
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
-    """Writes log/run.log during the context. At its end, a run on S3 uploads it if the storage can be reached."""
+    """Writes log/run.log during the context. At the end of a run on S3, uploads the file if S3 can be reached."""
     can_upload = True
     try:
         with log_file(folder.path / "log" / "run.log"):
             yield
     except StorageError:
-        can_upload = False  # another attempt would only delay the end
+        can_upload = False  # S3 did not answer, so that an upload would only delay the end
         raise
     finally:
         if can_upload:
-            with suppress(OSError):  # the log is also on this machine
+            with suppress(OSError):  # a failed upload does not matter, because the log is also on this machine
                 folder.push("log/run.log")
 
 
 def train(config: RunConfig, address: str | None = None) -> RunFolder:
-    """Trains all stages of a run, without evaluation and registration; a later `run` continues after them."""
+    """Trains all stages of a run, without evaluation and registration. A later `run` continues from there."""
     folder = prepare(config, find_run_data(config, address))
     if not all(folder.result(stage.name) for stage in config.stages):
         with alone(folder.path):
@@ -166,7 +168,7 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
 
 
 class RunDriver:
-    """One attempt at a run. It starts with the prepared folder and ends with the summary."""
+    """One attempt at a run, from the prepared folder to the summary."""
 
     def __init__(self, folder: RunFolder, address: str | None) -> None:
         self.folder, self.address = folder, address
@@ -178,15 +180,15 @@ class RunDriver:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of this attempt, with what it has decided so far."""
+        """The configuration of this attempt, with the decisions that have replaced `auto` so far."""
         return self.folder.config
 
     def _decide(self, config: RunConfig) -> None:
-        """Sets the configuration, in which a decision has taken the place of `auto`."""
+        """Replaces the configuration by one in which a decision has replaced `auto`."""
         self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def _decide_precisions(self) -> None:
-        """Decides the precisions that are `auto`. If the storage has no decision yet, its workers measure them."""
+        """Decides the precisions that are `auto`. Without a decision in the storage, workers measure the precisions."""
         config = self.config
         if config.has_backbone and config.features.compute_dtype == "auto":
             backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
@@ -206,7 +208,7 @@ class RunDriver:
         has_trained = not self._pending or any(self.folder.path.glob("stages/*/step-*"))
         if self.config.workers.dry_run and not has_trained:
             self._dry_run()
-        self.folder.write_config()  # before any worker starts
+        self.folder.write_config()  # before training, so that a resumed run keeps the decisions
         for group in stage_groups(self.config.stages):
             if not all(self.folder.result(stage.name) for stage in group):
                 self._train(group)
@@ -238,9 +240,9 @@ class RunDriver:
         self._complete(scores, by_stage, registered, decorations)
 
     def _score(self, by_stage: Mapping[str, float]) -> Scores:
-        """The scores of the run's bundle. They are also written to scores.json, and its captions to predictions/.
+        """The scores of the run's bundle. Writes the scores to scores.json, and the captions to predictions/.
 
-        by_stage: of `validation_by_stage`.
+        by_stage: from `validation_by_stage`.
         """
         folder, data = self.folder, self.config.data
         location, file = bundle_place(folder), self.config.evaluation.constraints
@@ -249,7 +251,7 @@ class RunDriver:
         options = Options(
             training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
-            unconstrained=(data.val_split,),  # validations during training have no constraints
+            unconstrained=(data.val_split,),  # as during training, to be comparable
             captions=stored_captions(folder, images, digests),
             keep=partial(self._keep_captions, digests),
         )
@@ -260,9 +262,9 @@ class RunDriver:
         return scores
 
     def _keep_captions(self, digests: Mapping[str, str], captions: SplitCaptions) -> None:
-        """Writes captions before they are scored, so that a later attempt can use them. digests: of the bundle.
+        """Writes captions before they are scored, so that a later attempt can use them. digests: of the bundle's files.
 
-        Raises UserError when too many images could not be captioned.
+        Raises UserError if too many images could not be captioned.
         """
         folder, most = self.folder, self.config.data.max_bad_fraction
         reasons = {split: {i: each.error for i, each in part.items() if each.error} for split, part in captions.items()}
@@ -298,7 +300,7 @@ class RunDriver:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
 
     def _dry_run(self) -> None:
-        """Takes one step of every stage at its real batch size on a worker. Raises UserError if one fails."""
+        """Makes one step of every stage with its real batch size on a worker. Raises UserError if a step fails."""
         from raycap.pipeline.training.dry_run import dry_run
 
         self._start_ray("dry run")
@@ -311,7 +313,7 @@ class RunDriver:
                 logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
 
     def _check_disk(self) -> None:
-        """Raises UserError when the disk has no room for one store of features and the checkpoints of a stage."""
+        """Raises UserError if the disk has no room for one store of features and the checkpoints of a stage."""
         config, metadata, pending = self.config, self.folder.metadata, self._pending
         num_rows = 0
         if not self.folder.home and not all(stage.train_backbone for stage in pending):  # stores on S3 need no disk
@@ -320,7 +322,7 @@ class RunDriver:
                 num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
         bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
         features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
-        copies = 3 + any(stage.ema is not None for stage in pending)  # the weights and two moments of Adam
+        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, 2 moments, average
         weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
         free = shutil.disk_usage(self.folder.path).free
         if features + weights > free:
@@ -341,7 +343,7 @@ class RunDriver:
             start_ray(self.config, self.address, stage)
 
     def _extract(self, part: Dataset, stage: StageSection) -> StoragePath:
-        """Extracts the features of a part of the data for a stage. Returns the store."""
+        """Extracts the features of a part of the data for a stage. Returns the location of the store."""
 
         def start() -> StallWatch:
             self._start_ray("features")
@@ -358,7 +360,7 @@ class RunDriver:
         return extracted.store
 
     def _train(self, group: list[StageSection]) -> None:
-        """Trains a group of stages on the cluster, and prints their journal meanwhile."""
+        """Extracts features for a group of stages, and trains them on the cluster. Meanwhile, prints their journal."""
         from raycap.jobs.train import fit
         from raycap.pipeline.training.loop import StageJob
 
@@ -390,7 +392,8 @@ class RunDriver:
         elif self.config.tracking.enabled:
             tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
         has_report = (folder.path / "report.html").is_file()
-        # These scores use the metrics' words, like the table. Validations during training use the vocabulary's tokens.
+        # Validations during training use the vocabulary's tokens. These scores use the metrics' words, to be comparable
+        # with the table.
         validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
         stage, delivered = folder.delivered(), ""
         if stage is not None and len(self.config.stages) > 1:
@@ -417,7 +420,7 @@ class RunDriver:
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,
         }
-        # A worker that was killed at the end of its stage has left its checkpoints.
+        # Remove checkpoints that a worker has left because it was killed at the end of its stage.
         if left := list(folder.path.glob("stages/*/step-*")):
             for checkpoint in left:
                 shutil.rmtree(checkpoint, ignore_errors=True)
@@ -429,7 +432,7 @@ class RunDriver:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Adds the duration of the context to `durations`."""
+        """Adds the seconds of the context to the entry `name` of `durations`."""
         begin = time.monotonic()
         try:
             yield
@@ -438,7 +441,7 @@ class RunDriver:
 
 
 def _may_be_complete(config: RunConfig) -> bool:
-    """True if a run of this name is complete and needs no resources. On S3, where this is not known, also true."""
+    """True if a run of this name is complete and may need no resources. Also True on S3, which is not searched."""
     place = config.storage_place
     return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 

@@ -1,8 +1,8 @@
-"""`raycap runs`: what a storage contains, and the removal of what nothing in it needs any more.
+"""`raycap runs`: lists what a storage contains, and removes what nothing in it needs any more.
 
-Bundles, champions, their records and everything in progress are never removed. A removal may be killed at any point. On
-a disk, a folder first gets a hidden name, which every reader skips, and the next plan contains it. On S3, the files
-that mark a folder as complete are removed first, so that the rest counts as never written.
+Bundles, champions, their records and everything in progress are never removed. A removal may be killed at any point:
+on a disk, a folder is first renamed to a hidden name, which every reader skips and the next plan contains. On S3, the
+files that mark a folder as complete are removed first, so that the rest counts as never written.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, 
 
 OLD_DAYS = 30
 LEAST_DAYS = 1.0  # Newer folders are kept, because a process on another machine may be using them.
-MAX_RECORD_BYTES = 2**26  # of a JSON or YAML file. run.json can be large, because it lists unreadable images.
+MAX_RECORD_BYTES = 2**26  # limit of a JSON or YAML file. run.json can be large, because it lists unreadable images.
 NUM_READS = 8  # folders that are read at a time
-# A run on S3 has no lock. If it has changed within this time, it counts as in progress. Training changes it every few
-# seconds, but an extraction writes to another folder and may take longer.
+# A run on S3 has no lock, so it counts as in progress if it has changed within this time. Training changes the run
+# every few seconds, but an extraction of features writes only to another folder, so the time is long.
 ACTIVE_S = 3600.0
-TRAINED = "evaluation"  # where a run is if its stages are finished
+TRAINED = "evaluation"  # the fact `at` of a run whose stages are all finished
 TITLES = {"runs": "run", "searches": "search", "retrain": "champion of", "features": "features", "models": "bundle"}
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # the names of `pipeline.storage.atomic`
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # temporary names of `pipeline.storage.atomic`
 TRIAL, BEST = re.compile(r"trials/.*\.json"), re.compile(r"(stages/[^/]+/best-\d+)/.*")
-# What raycap writes into a run's folder. A folder with other files may belong to another program.
+# What raycap writes into a run's folder. A folder with other files may belong to another program, so it is kept.
 KNOWN = {
     "config.yaml", "decisions.json", "run.json", "data.arrow", "vocabulary.json", "init", "stages", "log",
     "predictions", "scores.json", "report.html", "COMPLETE.json", ".lock",
 }  # fmt: skip
 # The files that are removed first, in this order. Without them, readers see that the folder is not complete.
 MARKERS = (r".*/DONE\.json", r".*/progress\.json", r"run\.json", r"manifest/.*", "COMPLETE")
-FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)  # of damaged files
+# Errors that are raised when a damaged file is read.
+FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)
 
 
 def runs(
@@ -131,7 +132,7 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
 
 
 def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], older_than: int, yes: bool) -> None:
-    """Prints the plan and, with --yes, removes its folders one by one."""
+    """Prints which folders can be removed and, with --yes, removes them one by one."""
     removals, kept = plan_removals(storage, found, older_than)
     for sentence in kept:
         _print(without_secrets(sentence))
@@ -157,7 +158,7 @@ def _print(line: str) -> None:
 
 
 def _cell(fact: object) -> str:
-    """A fact as a cell of a table. Numbers with a fraction are scores."""
+    """A fact as the text of a cell. A float is a score, so it gets four digits."""
     if fact is None:
         return "-"
     return f"{fact:.4f}" if isinstance(fact, float) else str(fact)
@@ -172,11 +173,11 @@ def _size(count: int) -> str:
 class Content:
     """A folder of the storage: a run, a search, the champion of a configuration, a bundle or a feature store.
 
-    part: of the storage, "runs", "searches", "retrain", "models" or "features".
-    files: all files but locks, by their path in the folder.
+    part: the storage's folder that contains this folder: "runs", "searches", "retrain", "models" or "features".
+    files: all files except locks, by their path in this folder.
     state: as docs/commands.md explains it, or "".
     facts: values for the table and for JSON.
-    needs: of a search or champion, the names of runs; of a feature store, the digest of its backbone.
+    needs: for a search or champion, the names of the runs it needs. For a feature store, the digest of its backbone.
     detail: why the state is "damaged" or "foreign".
     """
 
@@ -190,7 +191,7 @@ class Content:
 
     @property
     def path(self) -> str:
-        """Its folder in the storage."""
+        """The path of the folder in the storage."""
         return f"{self.part}/{self.name}"
 
     @property
@@ -218,7 +219,7 @@ def _listed(storage: StoragePath, part: str, depth: int = 1) -> list[Content]:
     found: dict[str, Content] = {}
     for file, entry in (storage / part).walk():
         names = file.split("/")
-        is_lock = names[depth:] == [".lock"]  # it says nothing about changes
+        is_lock = names[depth:] == [".lock"]  # left out, because its time shows no change of the content
         if len(names) > depth and all(names[:depth]) and not is_lock:
             name = "/".join(names[:depth])
             found.setdefault(name, Content(part, name)).files["/".join(names[depth:])] = entry
@@ -228,11 +229,11 @@ def _listed(storage: StoragePath, part: str, depth: int = 1) -> list[Content]:
 def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
     """Everything in a storage by part, sorted by name. Files are listed once, and only small records are read.
 
-    A damaged or foreign file raises no error. It decides the state of its folder.
+    A damaged or foreign file raises no error. The state of its folder is then "damaged" or "foreign".
     """
 
     def read(part: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
-        """The folders of a part whose names do not begin with a dot. `reader` fills in the state of each."""
+        """The folders of a part, without hidden ones. `reader` sets the state of each."""
 
         def with_state(entry: Content) -> Content:
             try:
@@ -253,13 +254,13 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
 def _read_run(storage: StoragePath, entry: Content) -> None:
     """Sets the state and the facts of a run. Raises one of FAILURES for a damaged file.
 
-    at: where an incomplete run is, the name of a stage or "evaluation".
-    val, test: the CIDEr-D of a complete run. Of an incomplete run, val is that of its last finished stage.
+    Facts: `at` is the first unfinished stage of an incomplete run, or "evaluation". `val` and `test` are the CIDEr-D of
+    a complete run. For an incomplete run, `val` is the best CIDEr-D of its last finished stage.
     """
     place, facts = storage / entry.path, {"created": "", "at": "", "val": None, "test": None}
     entry.facts = facts
     is_active = _in_progress(place) or (place.is_remote and time.time() - entry.newest < ACTIVE_S)
-    if "run.json" not in entry.files:  # another program's folder, or an incomplete creation or removal
+    if "run.json" not in entry.files:  # foreign, or its creation or removal is incomplete
         tops = {name.partition("/")[0] for name in entry.files}
         is_ours = all(name in KNOWN or TEMPORARY.fullmatch(name) for name in tops)
         entry.state = "foreign" if not is_ours else "in progress" if is_active else "unprepared"
@@ -288,7 +289,7 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_search(storage: StoragePath, entry: Content) -> None:
-    """Sets the state of a search, and how many of its trials have ended, such as 3/12."""
+    """Sets the state of a search, the runs that it needs, and the number of its trials that have ended, as in 3/12."""
     place, records = storage / entry.path, sorted(filter(TRIAL.fullmatch, entry.files))
     entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": f"?/{len(records)}"}
     trials = [_read_record(place / record) for record in records]
@@ -297,7 +298,7 @@ def _read_search(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_champion(storage: StoragePath, entry: Content) -> None:
-    """Sets the state of a champion. It needs the runs of all former champions, which a rollback may restore."""
+    """Sets the state of a champion. All former champions' runs are needed, because a rollback may restore them."""
     entry.facts = {"decisions": 0, "bundle": "", "run": ""}
     if LEASE in entry.files and _is_leased(storage / entry.path / LEASE):
         entry.state = "in progress"
@@ -310,9 +311,9 @@ def _read_champion(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_features(storage: StoragePath, entry: Content) -> None:
-    """Sets the images and the backbone of a feature store, if its first extraction has ended.
+    """Sets the number of images of a feature store and its backbone's digest, if the first extraction has ended.
 
-    If the features are regions of a detector's file, the backbone is "".
+    The digest is "" if the features are regions from a detector's file.
     """
     entry.facts = {"images": None}
     if "COMPLETE" in entry.files:
@@ -321,12 +322,12 @@ def _read_features(storage: StoragePath, entry: Content) -> None:
 
 
 def _read_record(path: StoragePath) -> Values:
-    """The mapping in a JSON file. Raises UserError for a damaged or foreign one, and OSError for a missing one."""
+    """The mapping in a JSON file. Raises UserError if the file is damaged or foreign, and OSError if it is missing."""
     return dict(require_mapping(parse_json(path.read_bytes(MAX_RECORD_BYTES), str(path)), str(path)))
 
 
 def _in_progress(place: StoragePath) -> bool:
-    """True if a process works on a folder. On a disk it has locked the folder, and on S3 it has the folder's lease."""
+    """True if a process works on a folder: on a disk it has the folder's lock, and on S3 the folder's lease."""
     if place.is_remote:
         return _is_leased(StoragePath(f"{place}.lease.json", place.options))
     try:
@@ -334,7 +335,7 @@ def _in_progress(place: StoragePath) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:  # another process has the lock, or the file is another user's
+    except OSError:  # another process has the lock, or the file is not readable
         return True
     return False
 
@@ -360,9 +361,9 @@ class Removal(NamedTuple):
 def plan_removals(
     storage: StoragePath, found: Mapping[str, Sequence[Content]], older_than_days: float
 ) -> tuple[list[Removal], list[str]]:
-    """What can be removed, and sentences about what is kept because something is damaged or in progress.
+    """The folders that can be removed, and sentences about what is kept because something is damaged or in progress.
 
-    found: of `read_contents`. older_than_days: the age at which a run that was not trained to the end can be removed.
+    found: from `read_contents`. older_than_days: days without a change after which an unfinished run can be removed.
     """
     owners = [*found["searches"], *found["retrain"]]
     needed = set[str]().union(*(owner.needs for owner in owners))  # the names of runs
@@ -381,14 +382,14 @@ def plan_removals(
 
 
 def _require_idle(entries: Sequence[Content]) -> None:
-    """Raises UserError if one of the folders is in progress or damaged. It is then not known what it needs."""
+    """Raises UserError if one of the folders is in progress or damaged, because its needs are then unknown."""
     for entry in entries:
         if entry.state in ("in progress", "damaged"):
             raise UserError(f"{entry.path} is {entry.state} and may need them")
 
 
 def _leftovers(storage: StoragePath) -> Iterator[Removal]:
-    """Hidden folders beside runs and features on a disk, which killed processes have left."""
+    """The hidden folders that killed processes have left beside runs and feature stores on a disk."""
     for part in ("runs", "features") if not storage.is_remote else ():
         for content in _listed(storage, part):
             if TEMPORARY.fullmatch(content.name) and content.days > LEAST_DAYS:
@@ -396,7 +397,7 @@ def _leftovers(storage: StoragePath) -> Iterator[Removal]:
 
 
 def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> list[Removal]:
-    """The feature stores whose backbone no run has. Raises one of FAILURES if a run's backbones cannot be found out."""
+    """The feature stores whose backbone no run has. Raises one of FAILURES if the backbones of a run cannot be read."""
     stores = [store for store in found["features"] if store.needs and store.days > LEAST_DAYS]
     used = set[str]()
     for run in (run for run in found["runs"] if stores and run.state != "foreign"):
@@ -414,7 +415,7 @@ def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> l
 def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: float) -> list[Removal]:
     """Runs that were not trained to the end, have not changed for `least_days`, and are not in `needed`.
 
-    A run that lacks only its evaluation stays, because it may be the stand-in from which searches take their backbone.
+    A run that lacks only its evaluation is kept, because a search may take its backbone from this run.
     """
     unfinished = [run for run in runs if run.state in ("interrupted", "unprepared") and run.facts["at"] != TRAINED]
     old = [run for run in unfinished if run.days >= least_days and run.name not in needed]
@@ -424,12 +425,12 @@ def _old_runs(runs: Sequence[Content], needed: Collection[str], least_days: floa
 def remove(storage: StoragePath, removal: Removal) -> bool:
     """Removes a folder. Returns False if a process works on it, or another process has removed it."""
     place, is_run = storage / removal.content.path, removal.kind == "run"
-    if is_run:  # it may have been resumed since the plan
+    if is_run:  # checked again, because the run may have been resumed since the plan was made
         newest = max((entry.modified for name, entry in place.walk() if name != ".lock"), default=0.0)
         if time.time() - newest < 86400 * LEAST_DAYS:
             return False
     if storage.is_remote:
-        for pattern in (*MARKERS, ".*"):  # at last all other files
+        for pattern in (*MARKERS, ".*"):  # finally all other files
             for name, _ in place.walk():
                 if re.fullmatch(pattern, name):
                     (place / name).delete()

@@ -1,4 +1,4 @@
-"""`raycap score`: scores any COCO result file against COCO or Karpathy references. It needs no model."""
+"""`raycap score`: scores any COCO result file against COCO or Karpathy references, without a model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def score(
 
 
 def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
-    """The file of each image that the references name."""
+    """{image id: path} of the images that the references name. Raises UserError if the folder does not exist."""
     if not folder.is_dir():
         raise UserError(f"--images {folder}: no such folder; give the folder of the images")
     return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed: their configurations, and the summary of their scores."""
+"""Makes the configurations of runs that differ only in their seed, and summarizes the scores of these runs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from raycap.pipeline.tracking.run_tracker import tag_run
 
 logger = logging.getLogger(__name__)
 
-SCORES_KEYS = frozenset(["splits", "validation_by_stage"])  # of a run's scores.json
+SCORES_KEYS = frozenset(["splits", "validation_by_stage"])  # keys that the scores.json of a complete run has
 
 
 def seed_configs(config: RunConfig, count: int) -> list[RunConfig]:
-    """The configuration with its seed and with the count - 1 seeds after it. Raises UserError for a seed too large."""
+    """The configuration with `count` seeds, from its own upwards. Raises UserError if the last seed is too large."""
     try:
         TypeAdapter(Seed).validate_python(config.seed + count - 1)
     except ValidationError as error:
@@ -40,14 +40,15 @@ def seed_configs(config: RunConfig, count: int) -> list[RunConfig]:
 
 
 def group_id(name: str, members: Sequence[str]) -> str:
-    """A name for several runs or bundles, from their names: equal members give the same name."""
+    """NAME-HASH, a name for several runs or bundles. The hash is that of `members`, so equal members have one name."""
     return f"{name}-{hashlib.sha256(' '.join(members).encode()).hexdigest()[:10]}"
 
 
 def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
     """Prints the mean scores of complete runs with their spread, and writes them to seeds/NAME-HASH in the storage.
 
-    configs: of the runs, with the tracker, in which a tag groups them. Raises DamagedError.
+    In the tracker, a tag groups the runs. configs, folders: of each run. Raises DamagedError if a run's scores.json is
+    damaged.
     """
     group = group_id(configs[0].name, [folder.run_id for folder in folders])
     place = configs[0].storage_place / f"seeds/{group}"
@@ -85,7 +86,7 @@ def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -
 
 
 def _stored_scores(folder: RunFolder) -> Values:
-    """The content of a complete run's scores.json. Raises DamagedError."""
+    """The content of a complete run's scores.json. Raises DamagedError if the file is missing or damaged."""
     path = folder.path / "scores.json"
     try:
         content: Values = read_json(path)
@@ -98,12 +99,12 @@ def _stored_scores(folder: RunFolder) -> Values:
 
 
 def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
-    """The published scores of the runs' system on the same images.
+    """The rows with published scores of the same system on the same images.
 
-    protocol: of all runs. entry: the split in the scores.json of the run in `folder`.
+    protocol: common to all runs. entry: the entry of the split in the scores.json of `folder`.
     """
     part = folder.dataset.split(split)
-    scored = entry["per_image_CIDEr-D"]  # by image id, which is a text in JSON
+    scored = entry["per_image_CIDEr-D"]  # by image id as text, because keys in JSON are texts
     images = zip(part.column("image_id"), part.column("uri"), strict=True)
     uris = [uri for image, uri in images if str(image) in scored]
     return published_table(columns, published_rows(protocol, split, uris))

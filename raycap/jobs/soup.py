@@ -2,7 +2,7 @@
 
 Ramé et al., "Rewarded soups: towards Pareto-optimal alignment by interpolating weights fine-tuned on diverse rewards"
 (NeurIPS 2023, arXiv 2306.04488): theta = sum_i lambda_i theta_i with lambda_i >= 0 and sum_i lambda_i = 1.
-The sum is good only for models that were fine-tuned from the same weights, which nothing here can check.
+The sum is good only for models that were fine-tuned from the same weights, which cannot be checked here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_weights(weights: Sequence[float], count: int) -> None:
 
 
 def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[float]) -> None:
-    """Writes the joined bundle. Its info has the location, the weight and the digest of each member.
+    """Writes the joined bundle, and into its info the location, the weight and the digest of each member.
 
     Changes the weights of the first member in memory. Raises UserError for bundles that cannot be joined.
     """
@@ -106,17 +106,17 @@ def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[floa
 
 
 def shared_protocol(protocols: Sequence[Protocol]) -> Protocol:
-    """What all protocols share. Protocols with different rules of decoding give one without rules."""
+    """The protocol that the given protocols have in common. If their rules of decoding differ, it has no rules."""
     if len({each.decoding for each in protocols}) > 1:
         protocols = [replace(each, decoding=PLAIN) for each in protocols]
     return common_protocol(protocols)
 
 
 def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
-    """The weighted sum of tensors by name, computed in float32.
+    """The weighted sum of the tensors of each name, computed in float32.
 
-    The states have equal names, shapes and dtypes. A tensor that is equal in all of them is kept as it is, so that
-    a backbone that no member has trained remains bit for bit. Raises UserError for tensors of whole numbers that
+    states: tensors by name, with equal names, shapes and dtypes. A tensor that is equal in all states is kept as it is,
+    so that a backbone that no member has trained stays equal to the bit. Raises UserError if tensors of whole numbers
     differ.
     """
     import torch
@@ -137,7 +137,7 @@ def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
 
 
 def _difference(ours: Bundle, theirs: Bundle) -> str | None:
-    """Why two bundles have no common architecture and no common words; None if they have both."""
+    """Why two bundles cannot be joined: a difference of architecture, words or image transform. None if they can be."""
     for section in ("model", "sizes", "backbone"):
         mine, other = (each.config.get(section) or {} for each in (ours, theirs))
         for key in mine | other:

@@ -1,8 +1,8 @@
-"""`raycap submit`: runs a command as a job on a Ray cluster and follows it. `ray job` manages it further.
+"""`raycap submit`: runs a command as a job on a Ray cluster and prints its log. `ray job` manages the job later.
 
-Everyone who reaches the dashboard's API can read a job's entry point, metadata and variables. None of these therefore
-contains a secret. Secrets are passed by name, and the environment of the cluster's nodes has their values, for example
-from a Kubernetes secret. A job that lacks one of them stops at once and names it.
+Everyone who can reach the dashboard's API can read a job's entry point, metadata and variables, so none of these
+contains a secret. A job gets only the names of secrets, and the environment of the cluster's nodes has their values,
+for example from a Kubernetes secret. A job that lacks a secret stops at once with the secret's name.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
-GIVE_UP_AFTER_S = 600.0  # a job is no longer followed if the cluster is unreachable for this time
-STOP_WAIT_S = "90"  # Ray waits so long for a stopped job to save a checkpoint; its default is 3 s
-ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # Ray's client prefers them to its argument
+GIVE_UP_AFTER_S = 600.0  # the command ends if the cluster is unreachable for this time
+STOP_WAIT_S = "90"  # seconds that Ray gives a stopped job to save a checkpoint; its default is 3
+# These variables are removed, because Ray's client prefers them to its argument.
+ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 CLIENT_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 PACKAGE = "raycap"
-SUFFIXES = (".py", ".yaml", ".html", ".jinja", ".typed")  # of the package's files
+SUFFIXES = (".py", ".yaml", ".html", ".jinja", ".typed")  # of the package's files that are sent
 OUTSIDE_FOLDER = "submitted"  # the job's folder for configurations that are not shipped with the package
 NO_PATHS = ("none", "pretrained", SYNTHETIC)  # values of keys that otherwise name a file
 
@@ -72,15 +73,15 @@ class Job:
 
 
 def submit(job: Job, address: str, *, detach: bool = False) -> int:
-    """Sends the code and follows the job. Returns the job's exit code, or 0 at once with `detach`.
+    """Sends the code and starts the job. Prints the job's log and returns its exit code, or 0 at once with `detach`.
 
-    Every mistake that can be found before anything is sent raises UserError.
+    Raises UserError for every mistake that can be found before anything is sent.
     """
     address = dashboard_address(address)
     name, files, config = _read(job)
     arguments = list(job.arguments) if config is None else [config, *job.arguments[1:]]
     begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    # The id is a part of URLs.
+    # The id is a part of URLs, so it contains only letters, digits and hyphens.
     job_id = f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{begin}-{uuid.uuid4().hex[:6]}"
     title = " ".join([job.command, *arguments[:1]])
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
@@ -103,11 +104,11 @@ def submit(job: Job, address: str, *, detach: bool = False) -> int:
 
 @contextmanager
 def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
-    """Yields Ray's client of the jobs server, which finds the token by itself.
+    """Yields Ray's client of the jobs server. The client finds the token by itself.
 
     In the `with` block, a refused request raises UserError, and an unreachable server raises JobFailedError.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # set here, because Ray reads it when it is imported
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)
     from ray.exceptions import AuthenticationError
@@ -121,16 +122,17 @@ def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
         raise UserError(
             f"{address} refuses the token, or asks for one; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
         ) from error
-    except OSError as error:  # the package `requests` raises subclasses of it
+    except OSError as error:  # the package `requests` raises subclasses of OSError
         raise JobFailedError(f"{address} cannot be reached: {one_line(error)}") from error
     except RuntimeError as error:  # raised by the client for other answers
         raise UserError(f"{address} refuses the request, or is no Ray dashboard: {one_line(error)}") from error
 
 
 def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
-    """Reads the arguments and the configuration as the job will read them. Raises UserError for what it would refuse.
+    """Reads the arguments and the configuration as the job will. Raises UserError for what the job would refuse.
 
-    Returns a name for the job, its files, and its configuration's path among them.
+    Returns a name for the job, the files to send by their path in the job's folder, and the path of the configuration
+    in this folder, or None if there is no configuration.
     """
     available = {*job.variables, *job.secrets}
     check_texts(None, job.arguments, available)
@@ -186,7 +188,7 @@ def parse_arguments(command: str, arguments: Sequence[str]) -> Values:
 
 
 def _checked_command(command: str) -> str:
-    """Checks the first argument of `raycap submit`, before typer complains that others are missing."""
+    """Checks that a command can be submitted. Typer calls this first, before it reports that arguments are missing."""
     names = sorted(name for name, entry in COMMANDS.items() if entry.can_submit)
     if command not in names:
         raise UserError(f"{shown(command)!r} cannot be submitted; one of {', '.join(names)} can")
@@ -220,7 +222,7 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
     """The files to send beside the package, as {path in the job's folder: local file}, and the configuration's path.
 
     The files are the configuration with the files that it references, unless the package has them, and the files among
-    `named` with relative paths. The job finds these under the same paths, because it starts in its folder.
+    `named` with relative paths. The job starts in its folder, so it finds these files under the same paths.
     """
     paths = (Path(path) for path in named)
     files = {
@@ -237,7 +239,7 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
 
 
 def pack(folder: Path, files: Mapping[str, Path]) -> None:
-    """Fills the folder that Ray packs and sends: the package with the files that a wheel has, and `files`."""
+    """Fills the folder that Ray packs and sends, with the package's files as in a wheel, and with `files`."""
 
     def left_out(parent: str, names: Sequence[str]) -> set[str]:
         return {name for name in names if not (name.endswith(SUFFIXES) or Path(parent, name).is_dir())}
@@ -250,7 +252,7 @@ def pack(folder: Path, files: Mapping[str, Path]) -> None:
 
 
 def named_paths(config: RunConfig) -> dict[str, str | None]:
-    """The files and folders that a configuration names, by key."""
+    """{key: path} of the files and folders that a configuration names."""
     return {
         "storage": config.storage.uri,
         "data.root": config.data.root,
@@ -306,13 +308,13 @@ def secret_names(given: Sequence[str]) -> tuple[str, ...]:
         name, separator, _ = text.partition("=")
         if separator:
             raise UserError(f"--secret takes only a name, but {name} has a value; leave it out")
-        if not (name.isascii() and name.isidentifier()):  # it becomes a part of the job's shell command
+        if not (name.isascii() and name.isidentifier()):  # because the name becomes a part of a shell command
             raise UserError(f"--secret {name!r} is not a variable name; use letters, digits and _")
     return tuple(dict.fromkeys(given))
 
 
 def used_variables(config: Path) -> list[str]:
-    """The names of the `${VARIABLE}`s in a configuration and the files that it references."""
+    """The names of the variables, written `${NAME}`, in a configuration and the files that it references."""
     return variable_names(" ".join(str(read_file(path)) for path in referenced_files(config)))
 
 
@@ -321,7 +323,7 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Contai
 
     available: the names of the variables that the job has.
     """
-    texts = list[tuple[str, str, bool]]()  # the source of a text, the text, and whether its key names a secret
+    texts = list[tuple[str, str, bool]]()  # a text's source, the text, and True if its key names a secret
     for argument in arguments:
         # The value in KEY=VALUE or --set=KEY=VALUE is also examined alone, because a password may contain blanks.
         value = argument.partition("=")[2]
@@ -345,7 +347,7 @@ def check_texts(config: Path | None, arguments: Sequence[str], available: Contai
 def follow(client: JobSubmissionClient, job_id: str) -> int:
     """Prints a job's log until the job ends, and returns the job's exit code.
 
-    If the connection breaks, it connects again. After Ctrl-C the job continues.
+    If the connection breaks, connects again. After Ctrl-C the job continues, and the result is 130.
     """
     try:
         info = asyncio.run(_print_log(client, job_id))
@@ -360,12 +362,15 @@ def follow(client: JobSubmissionClient, job_id: str) -> int:
         logger.info(f"job       {job_id} failed: {' '.join((info.message or 'no reason given').split())}")
         return 1
     logger.info(f"job       {job_id} failed with exit code {code}")
-    # A job that signal n killed has the code -n. A shell reports this as 128 + n.
+    # A job that signal n killed has the code -n. The result is 128 + n, as in a shell.
     return code if code > 0 else 128 - code
 
 
 async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
-    """Prints a job's log until the job ends, and returns its record. Each connection sends the log from its start."""
+    """Prints a job's log until the job ends, and returns its record.
+
+    Each connection sends the log from its start, so text that was already printed is skipped.
+    """
     import aiohttp
 
     num_printed, pending, unreachable_since = 0, "", None
@@ -378,7 +383,7 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
             else:
                 num_received = 0
                 async for text in client.tail_job_logs(job_id):
-                    num_known = max(0, num_printed - num_received)  # characters that an earlier connection has sent
+                    num_known = max(0, num_printed - num_received)  # characters that are printed already
                     print(text[num_known:], end="", flush=True)
                     num_received += len(text)
                     num_printed = max(num_printed, num_received)
@@ -420,7 +425,7 @@ def command(
 
     Example: raycap submit run demo --address http://head:8265 --set storage=s3://bucket/prefix
     """
-    # Otherwise an option in its place would be taken for the configuration. `caption` takes any number of arguments.
+    # An option here would be taken for the configuration. `caption` has no configuration, so it may begin with one.
     if argument.startswith("-") and command != "caption":
         raise UserError(f"submit {command} does not take {argument} there; the form is: raycap submit COMMAND CONFIG")
     job = Job(command, [argument, *context.args], variables(env or ()), secret_names(secret or ()))

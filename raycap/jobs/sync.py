@@ -48,7 +48,7 @@ def sync(
     for folder in runs:
         num_runs += 1
         uri = public_uri(folder.config)
-        if uri in unreachable:  # another attempt would have to wait for its end, too
+        if uri in unreachable:  # not tried again, because each attempt waits until its timeout
             logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
         elif not send(folder):
             unreachable.add(uri)
@@ -58,7 +58,7 @@ def sync(
 
 
 def send(folder: RunFolder) -> bool:
-    """Sends what the tracker lacks of one run. Returns False if the tracker does not accept all of it."""
+    """Sends the tracker the data of a run that it lacks. Returns False if the tracker does not accept everything."""
     if not folder.config.tracking.enabled:
         logger.info(f"{folder.run_id}: tracking.enabled is false; nothing to send")
         return True
@@ -68,7 +68,8 @@ def send(folder: RunFolder) -> bool:
             return True
         if (folder.path / "COMPLETE.json").is_file():
             return register(folder)
-        # A run without a recorded ending was killed, unless it is on S3 and active on another machine.
+        # A local run without a recorded ending was killed, because nobody has its lock. The status of such a run on S3
+        # stays open, because another machine may be working on the run.
         status = SentRecord(folder).values.get("ending") or (None if folder.home else "KILLED")
         if not Tracker(folder).close(status):
             return False
@@ -77,9 +78,9 @@ def send(folder: RunFolder) -> bool:
 
 
 def register(folder: RunFolder) -> bool:
-    """Sends what the tracker lacks of a complete run, with its model, and records the outcome in COMPLETE.json.
+    """Sends the tracker what it lacks of a complete run, and registers the run's model.
 
-    Returns False if the tracker does not accept all of it.
+    COMPLETE.json records whether the tracker has everything. Returns False if the tracker does not accept everything.
     """
     summary, uri = folder.summary or {}, public_uri(folder.config)
     if summary["tracked"] and uri in stored_records(folder):
@@ -95,16 +96,17 @@ def register(folder: RunFolder) -> bool:
 
 
 def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:
-    """The runs in a configuration's storage that have its name. They get the configuration's tracker and storage."""
+    """Yields the runs in a configuration's storage that have its name, with the configuration's tracker and storage."""
     config = load_config(path, overrides)
     check_storage(config)
     place = config.storage_place / "runs"
     if place.is_remote:
         names = [file.removesuffix("/run.json") for file in place.list() if file.endswith("/run.json")]
-    else:  # listing all files of a network file system would take minutes
+    else:  # not `list`, because listing all files of a network file system can take minutes
         names = [file.parent.name for file in place.path.glob("*/run.json")]
     for name in sorted(names):
-        # A run's id is the configuration's name and a digest. Any other name could lead out of the folder of runs.
+        # A run's id is the configuration's name and a digest. Other names are skipped, because they belong to other
+        # configurations or may lead out of the folder of runs.
         prefix, _, digest = name.rpartition("-")
         if prefix != config.name or not digest.isalnum():
             continue
@@ -118,7 +120,7 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
 
 
 def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:
-    """The run in a folder, or all runs of a storage folder. Each gets the tracker that it was started with."""
+    """Yields the run in a folder, or all runs in a storage's folder. Each run keeps the tracker of its start."""
     path = expanded_path(path).resolve()
     is_run = (path / "run.json").is_file()
     folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
@@ -132,7 +134,7 @@ def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
             logger.warning(f"{folder.name}: not sent: {error}")
             continue
         opened = open_folder(folder, config.home(f"runs/{folder.name}"), config)
-        # A stored configuration lacks the tracker's address. The run's records name the trackers that it was sent to.
+        # The stored configuration lacks the tracker's address, so the address comes from the records of what was sent.
         other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
         if other_trackers and config.tracking.uri is None:
             values["tracking"]["uri"] = other_trackers[-1]

@@ -1,4 +1,4 @@
-"""Trains stages with Ray Train. One fit starts data-parallel workers, and each runs `pipeline.training.loop`."""
+"""Trains stages with Ray Train, which starts data-parallel workers. Each worker runs `pipeline.training.loop`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from raycap.pipeline.training.step_metrics import DivergedError
 logger = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
-SCRATCH = ".ray"  # a folder in a run's log folder. Ray Train writes files there that raycap does not use.
-STOP = "stop"  # a file in a run's log folder. It holds the token of the driver whose workers must stop.
-NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt; after a minute a start has failed
+SCRATCH = ".ray"  # a folder in a run's log folder, for files of Ray Train that raycap does not use
+STOP = "stop"  # a file in a run's log folder, with the token of the driver whose workers must stop
+NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt. A start fails after a minute.
 
 
 class StageFailedError(JobFailedError):
@@ -36,7 +36,7 @@ class StageFailedError(JobFailedError):
 
 
 class FailureBudget:
-    """Limits the failures per hour. Their total has no limit, because nodes of a cloud are taken away now and then."""
+    """Limits the failures per hour. The total has no limit, because a cloud takes nodes away from time to time."""
 
     def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_hour, self.clock = per_hour, clock
@@ -58,7 +58,7 @@ class FailureBudget:
 def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
     """Runs the job's stages on the cluster. After a failure, new workers resume the stage.
 
-    start_ray: called after a failure. It joins or starts Ray if necessary, and waits for resources. If it is None and
+    start_ray: called after a failure, to join or start Ray if necessary and to wait for resources. If it is None and
     Ray Train's controller dies, no other attempt follows.
 
     Raises StageFailedError for a failure that would repeat, such as a loss that is not finite. Raises JobFailedError
@@ -79,7 +79,7 @@ def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
                 raise JobFailedError(f"{_reason(error)}; the same command resumes from the last checkpoint") from error
             budget.charge(_reason(error))
             if isinstance(error, RayActorError):
-                ray.shutdown()  # Ray keeps the placement group of a controller that died until its driver leaves
+                ray.shutdown()  # frees the placement group of the dead controller, which blocks resources
         if start_ray is not None:
             start_ray()
 
@@ -92,7 +92,7 @@ def _attempt(job: StageJob) -> None:
 
     def request_stop() -> None:
         logger.info(f"stopping  a checkpoint is saved first (within {SAVE_LIMIT_S} s); a second signal skips it")
-        with suppress(OSError):  # if the request cannot be written, the last checkpoint remains
+        with suppress(OSError):  # without the request, the run can still resume from the last checkpoint
             (job.folder.root / "log" / STOP).write_bytes(job.driver_token.encode())
 
     try:
@@ -105,11 +105,12 @@ def _attempt(job: StageJob) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The cause of a failed attempt, as a part of a sentence. Of RayActorError, it is that the controller died."""
+    """The cause of a failed attempt, as a part of a sentence. A RayActorError means that the controller died."""
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError):
-        # Ray wraps the error of a worker that died. The other workers then fail, because they lose a peer.
+        # If a worker died, the others fail because they lost it, so only the error of the dead worker is the cause. Ray
+        # wraps this error in one with `health_check_failure`.
         died = {
             rank: failure.health_check_failure
             for rank, failure in error.worker_failures.items()
@@ -123,9 +124,9 @@ def _reason(error: Exception) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The line in which Ray names a cause of death, or else the type and the first line of an error's message.
+    """The line of an error in which Ray names a cause, or else the error's type and the first line of its message.
 
-    If a GPU's memory did not suffice, the keys that need less follow.
+    If a GPU ran out of memory, the text ends with the keys that reduce the memory.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = next((line for line in lines if " because " in line), None)
@@ -154,17 +155,17 @@ def _trainer(job: StageJob) -> Any:
             resources_per_worker=workers.resources_of_worker,
         ),
         run_config=RayRunConfig(
-            # If a name is used twice, Ray Train returns the old result.
+            # The name is new for each attempt, because Ray Train returns the old result of a name that it knows.
             name=f"{job.stages[0]}-{uuid.uuid4().hex[:8]}",
             storage_path=str(job.folder.path / "log" / SCRATCH),
-            # `fit` makes the next attempt. Ray Train itself makes it after a drained node, which is no failure.
+            # Ray Train must not repeat a failed attempt, because `fit` does. A drained node is not a failure.
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=NUM_STARTS),  # type: ignore[call-arg]
         ),
     )
 
 
 def failure_file(job: StageJob) -> StoragePath:
-    """The file in which a worker writes why it failed, if it would fail again. Each driver has a file of its own."""
+    """The file for the reason of a worker's failure that would repeat. Each driver has a file of its own."""
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
@@ -185,6 +186,6 @@ def _run_worker(settings: Values) -> None:
             reason = f"{job.folder.path} cannot be written ({error.strerror}); {remedy}"
         raise
     finally:
-        if reason:  # another attempt would fail in the same way
-            with suppress(OSError):  # the disk may be too full for it
+        if reason:  # written, because another attempt would fail in the same way
+            with suppress(OSError):  # the disk may be too full for this file
                 failure_file(job).write_bytes(without_secrets(reason).encode())

@@ -59,7 +59,7 @@ def bench_gpu(
                 hours = f"{row.hours:.2f}" if row.samples else ""
                 numbers = (f"{row.seconds:.4f}", f"{row.per_second:.1f}", f"{row.memory_gib:.1f}", hours)
                 print(COLUMNS.format(row.part, row.case, row.precision, *numbers), flush=True)
-            except Exception as error:  # the other cases are still worth their time
+            except Exception as error:  # a case that fails must not end the others
                 print(f"{name}: failed: {type(error).__name__}: {one_line(error)}", flush=True)
             gc.collect()  # frees the models of this row before the next ones are made
             torch._dynamo.reset()  # frees what this row has compiled
@@ -70,7 +70,7 @@ def bench_gpu(
 
 
 def describe(device: torch.device) -> str:
-    """The device and the versions."""
+    """A line that names the device and the versions of CUDA and torch."""
     versions = f"torch {torch.__version__}, {os.cpu_count()} processor cores"
     if device.type != "cuda":
         return f"rehearsal on the CPU at a small size: its numbers mean nothing; {versions}"

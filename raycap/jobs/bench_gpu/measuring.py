@@ -1,4 +1,4 @@
-"""The time and memory of a computation."""
+"""Measures the time and memory of a computation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from raycap.pipeline.runtime.processor import memory_mb
 
-GROUPS = 3  # of calls, whose median counts
-GROUP_S = 0.5  # roughly the seconds of a group
+GROUPS = 3  # groups of calls that are timed
+GROUP_S = 0.5  # approximate seconds of a group
 Result = TypeVar("Result")
 
 
 def measure(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """The seconds of a call, and the peak of allocated memory in GiB.
+    """The seconds per call, and the peak of allocated memory in GiB.
 
-    After two calls that are not measured, groups of calls are timed, and their median counts. The end of each group's
-    work on a GPU is awaited. On a CPU, which only rehearses, a group is one call.
+    After two calls to warm up, GROUPS groups of calls are timed. The result is the median of their seconds per call.
+    The time of a group includes its work on a GPU. On a CPU, which only rehearses, a group is one call.
     """
     for _ in range(2):
         timed(call, device)
@@ -33,7 +33,7 @@ def measure(call: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 
 def timed(call: Callable[[], Result], device: torch.device | None = None) -> tuple[Result, float]:
-    """The result of a call, and its seconds. On a GPU the time includes the work that the call has queued there."""
+    """The result of a call, and its seconds. On a GPU, the seconds include the work that the call has queued."""
     begin = time.perf_counter()
     result = call()
     if device is not None and device.type == "cuda":

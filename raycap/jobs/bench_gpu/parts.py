@@ -1,6 +1,6 @@
 """The parts of the benchmark: training steps, extraction and decoding.
 
-Each part yields the rows of the table without results, and the function that measures each row.
+Each part yields pairs of a row of the table, still without results, and the function that measures the row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SMALL_MODEL = ExpansionNetConfig(
     d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, static_expansion=(4, 8),
     dynamic_expansion=2,
 )  # fmt: skip
-REHEARSAL = Scale(  # on a CPU
+REHEARSAL = Scale(  # sizes for a quick test on a CPU
     _SMALL_MODEL, _SMALL_SWIN, BackboneConfig(name="vit_tiny_patch16_224", image_size=32), vocabulary=60,
     feature_width=32, tokens=16, words=5, reference_images=8, max_images=4, extraction_batches=(2,),
     decoding_batches=(2,),
@@ -51,9 +51,9 @@ REHEARSAL = Scale(  # on a CPU
 
 @dataclass
 class Row:
-    """One line of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
+    """One row of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
 
-    samples: images or pairs of the paper's recipe on COCO for which such calls are made; 0 if it makes none.
+    samples: the images or pairs that the paper's recipe on COCO processes by such calls. 0 if it makes no such calls.
     """
 
     part: str
@@ -79,7 +79,7 @@ Rows = Iterator[tuple[Row, Measured]]
 
 
 def training(scale: Scale, device: torch.device) -> Rows:
-    """Steps of the recipe's four stages, in each precision. End-to-end stages also run without checkpointing."""
+    """Steps of the recipe's four stages in each precision. End-to-end stages also run without checkpointing."""
     for stage in STAGES:
         cases = [replace(stage, precision=precision) for precision in PRECISIONS]
         if stage.end_to_end:
@@ -89,24 +89,24 @@ def training(scale: Scale, device: torch.device) -> Rows:
 
 
 def compiled(scale: Scale, device: torch.device) -> Rows:
-    """Steps of the four stages in bfloat16 with compiled layers. It is the last part because it takes minutes."""
+    """Steps of the four stages in bfloat16 with compiled layers. Runs as the last part, because compiling is slow."""
     for stage in STAGES if device.type == "cuda" else ():
         case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
         yield training_row("compiled", case, scale, device)
 
 
 def training_row(part: str, case: Case, scale: Scale, device: torch.device) -> tuple[Row, Measured]:
-    """The row of a training step."""
+    """The row of a training step, and the function that measures it."""
     case = replace(case, images=min(case.images, scale.max_images))
     row = Row(part, case.title, case.precision, case.images, case.samples)
     return row, lambda: measure(training_step(case, device, scale), device)
 
 
 def extraction(scale: Scale, device: torch.device) -> Rows:
-    """Features of Swin and ViT-B. The pixels are copied from the processor's memory in each call."""
+    """Extraction of features by Swin and ViT-B. Each call also copies the pixels to the device."""
     configs = (scale.backbone, scale.vit)
     for config, batch, precision in product(configs, scale.extraction_batches, PRECISIONS):
-        samples = 2 * 123_287 if config is scale.backbone else 0  # COCO's features are computed twice
+        samples = 2 * 123_287 if config is scale.backbone else 0  # because the recipe extracts all images twice
         row = Row("extraction", f"{config.name}, {batch} images", precision, batch, samples)
         yield row, partial(measure_extraction, config, row, device)
 
@@ -132,7 +132,7 @@ def decoding(scale: Scale, device: torch.device) -> Rows:
     """Beam search and sampling from features, to 20 tokens. Only a GPU can run the search as a graph."""
     kinds = (BEAM, GRAPHED_BEAM, "5 samples") if device.type == "cuda" else (BEAM, "5 samples")
     for batch, kind, precision in product(scale.decoding_batches, kinds, PRECISIONS):
-        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # a validation after each of 20 epochs
+        samples = 20 * 5000 if kind in (BEAM, GRAPHED_BEAM) else 0  # 20 validations on 5,000 images
         row = Row("decoding", f"{kind}, {batch} images", precision, batch, samples)
         yield row, partial(measure_decoding, kind, row, scale, device)
 
@@ -142,7 +142,7 @@ def measure_decoding(kind: str, row: Row, scale: Scale, device: torch.device) ->
     """Measures the encoder and a search for a batch of images."""
     torch.manual_seed(0)
     model = build_model(scale.model, scale.sizes)
-    model.lm_head.bias[scale.sizes.eos] = -1e4  # type: ignore[union-attr, operator]  # no caption ends early
+    model.lm_head.bias[scale.sizes.eos] = -1e4  # type: ignore[union-attr, operator]  # so that no caption ends early
     model = model.to(device).eval()
     features = Features(torch.randn(row.count, scale.tokens, scale.feature_width, device=device))
     graphed = GraphedSearch([model], beam_size=BEAMS, max_length=TOKENS)
@@ -157,7 +157,7 @@ def measure_decoding(kind: str, row: Row, scale: Scale, device: torch.device) ->
 
     with products(row.precision, device):
         seconds, memory = measure(run, device)
-    if kind == GRAPHED_BEAM:  # torch does not count the graph's memory as allocated
+    if kind == GRAPHED_BEAM:  # reserved memory, because torch does not count a graph's as allocated
         memory = torch.cuda.max_memory_reserved() / 2**30
     return seconds, memory
 
@@ -166,5 +166,5 @@ PARTS = (training, extraction, decoding, compiled)
 
 
 def products(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """A context in which matrix products and convolutions are computed in this precision."""
+    """A context in which matrix products and convolutions are computed in the given precision."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else float32_products(precision)

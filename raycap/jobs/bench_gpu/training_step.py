@@ -1,4 +1,4 @@
-"""A training step on random features at a given size. It needs neither Ray nor MLflow nor boto3."""
+"""A training step on random data of a given size, without Ray, MLflow and boto3."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from raycap.pipeline.training.rewards.reward import CiderDReward, WeightedReward
 from raycap.pipeline.training.step_metrics import FiniteCheck
 
 LABEL_SMOOTHING = 0.1
-DROP_PATH = 0.1  # of the recipe's stages
+DROP_PATH = 0.1  # as in the stages of the paper's recipe
 SAMPLING = ScstSection(max_length=21)  # 20 tokens and SOS
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of models, data and batches. The defaults are the paper's. max_images: of a training step."""
+    """The sizes of models, data and batches. The defaults are the paper's. max_images: images per training step."""
 
     model: ExpansionNetConfig = field(default_factory=ExpansionNetConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
@@ -56,10 +56,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Case:
-    """A training step on `images` images.
+    """The settings of one training step on `images` images.
 
-    objective: "cross_entropy" or "scst". captions: per image, in cross entropy. samples: images or pairs in all epochs
-    of the paper's stage.
+    objective: "cross_entropy" or "scst". captions: per image, for cross entropy. samples: images or pairs that the
+    paper's stage processes in all its epochs.
     """
 
     name: str
@@ -83,9 +83,9 @@ class Case:
 
 
 def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> Callable[[], None]:
-    """A function that makes one training step: forward, backward and update. Each call has the same random batch.
+    """The function that makes one training step: forward, backward and update. Each call gets the same random batch.
 
-    On a GPU, each call copies the batch there, and does not wait for the end of the step.
+    If the device is a GPU, each call copies the batch to it, and does not wait for the end of the step.
     """
     torch.manual_seed(0)
     sizes = scale.sizes
@@ -109,7 +109,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
         with float32_products(case.precision):
             on_device = batch.to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=case.precision == "bfloat16"):
-                output = objective(captioner, captioner, on_device, generator)  # one process: without a wrapper
+                output = objective(captioner, captioner, on_device, generator)  # not wrapped by DDP, in one process
             output.loss.backward()
             norm = nn.utils.clip_grad_norm_(captioner.parameters(), math.inf)
             finite.add(number, {"loss": output.metrics["loss"], "gradient norm": norm})
@@ -122,13 +122,13 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
 
 
 def _random_batch(case: Case, scale: Scale) -> Batch:
-    """Random pixels, or features in the precision of a feature store, and captions of `scale.words` words."""
+    """A batch of random pixels, or of float16 features as a store has them, and captions of `scale.words` words."""
     side, sizes = scale.backbone.image_size, scale.sizes
     if case.end_to_end:
         features = Features(torch.randint(256, (case.images, side, side, 3), dtype=torch.uint8))
     else:
         features = Features(torch.randn(case.images, scale.tokens, scale.feature_width).half())
-    # the special tokens come first in the vocabulary
+    # The special tokens have the first ids, so random words have ids from len(SPECIALS) on.
     tokens = torch.randint(len(SPECIALS), scale.vocabulary, (case.images * case.captions, scale.words + 2))
     tokens[:, 0], tokens[:, -1] = sizes.sos, sizes.eos
     return Batch(
@@ -143,7 +143,7 @@ def _random_batch(case: Case, scale: Scale) -> Batch:
 
 
 def _objective(case: Case, device: torch.device, scale: Scale) -> Objective:
-    """The objective of a case; that of SCST has a CIDEr-D reward over random references."""
+    """The objective of a case. For SCST, the reward is CIDEr-D with random references."""
     stage: Any = SimpleNamespace(label_smoothing=LABEL_SMOOTHING, sampling=SAMPLING)
     if case.objective == "cross_entropy":
         return cross_entropy_objective(stage)

@@ -1,1 +1,1 @@
-"""`raycap serve`: captions over HTTP with Ray Serve."""
+"""`raycap serve`: serves captions over HTTP with Ray Serve."""

@@ -1,4 +1,4 @@
-"""`raycap serve`: captions over HTTP with Ray Serve, in the foreground."""
+"""`raycap serve`: serves captions over HTTP with Ray Serve, until the command is stopped."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def command(
 
 
 def _serve(arguments: ServeArguments, host: str, port: int, address: str | None) -> None:
-    """Starts the server. Returns only if the server ends without being asked to."""
+    """Starts the server and waits. Returns only if the server fails. Ctrl-C and SIGTERM raise KeyboardInterrupt."""
     has_token = server_token(host, arguments.insecure) is not None
     check_address(address)
     try:
         from raycap.jobs.serve import deployments
     except ModuleNotFoundError as error:
         raise UserError(f"`raycap serve` needs {error.name}; install raycap with the extra `serve`") from error
-    models = named_models(arguments)  # before Ray starts, which takes seconds
+    models = named_models(arguments)  # finds mistakes before Ray starts, which takes seconds
     if not cluster_address(address):
         require_free(host, port)
     is_local = not connect(address, deployments.needed_cpus(arguments))
@@ -95,7 +95,7 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None)
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises UserError if this machine cannot listen there."""
+    """Raises UserError if this machine cannot listen on the host and port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

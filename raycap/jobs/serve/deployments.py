@@ -1,6 +1,6 @@
 """The deployments of Ray Serve: an ingress that decodes images, and processes that caption batches of them.
 
-Only this module imports ray.serve. What they do is in `pipeline/serving/`, which does not need Ray.
+The deployments call the code in `pipeline/serving/`, which does not need Ray. Only this module imports ray.serve.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from raycap.pipeline.serving.settings import ServeArguments, server_token
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-SPARE_REQUESTS = 16  # that the ingress takes beyond its queue, so that it can refuse, and answer /healthz and /metrics
-STATUS_S = 5.0  # between two looks at the state of the application
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
-SHUTDOWN_S = 10.0  # for requests in progress
+SPARE_REQUESTS = 16  # accepted beyond the queue, so that the ingress can refuse them and answer /healthz and /metrics
+STATUS_S = 5.0  # seconds between two checks whether the application has ended
+M_MMAP_THRESHOLD = -3  # the number of this parameter of glibc's mallopt
+SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when the server ends
 
 
 @serve.deployment
 class CaptionerDeployment:
-    """One process with one model. `served_models.Captioners` describes how its methods are called."""
+    """A process that captions with one model. `served_models.Captioners` describes how its methods are called."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
         address, source = model.address, model.source
-        if address.champion is not None:  # if this process replaces one that died, the champion may be a newer one
+        if address.champion is not None:  # may have changed if this process replaces one that died
             source = address.resolve()
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
-        # On this machine, the processes share all cores. In a cluster, each has the CPUs that it asks Ray for.
+        # Each process computes with its share of this machine's cores or, in a cluster, with the CPUs asked of Ray.
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
         self.host = self.thread.submit(ModelHost, address, source, settings).result()
@@ -64,7 +64,7 @@ class CaptionerDeployment:
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
     async def describe(self) -> tuple[dict[str, object], ImageTransform]:
-        """The model's description and its transform. `newer_failed` tells that a newer champion cannot be loaded."""
+        """The model's description and its transform. "newer_failed" is true if a newer champion cannot be loaded."""
         current = self.host.current
         description: dict[str, object] = asdict(current.info)
         if self.host.address.champion is not None:
@@ -72,16 +72,16 @@ class CaptionerDeployment:
         return description, current.service.transform
 
     async def caption(self, jobs: list[ImageJob]) -> list[Answer]:
-        """`ModelHost.caption` for the images of one request, in batches with those of others."""
+        """Captions the images of one request by `ModelHost.caption`, in batches with images of other requests."""
         return await self.batcher(jobs)
 
     async def explain(self, jobs: list[ImageJob], *arguments: Any) -> list[Answer]:
-        """`ModelHost.explain`, between two batches."""
+        """Answers one request by `ModelHost.explain`, between two batches of captions."""
         return await asyncio.get_running_loop().run_in_executor(self.thread, self.host.explain, jobs, *arguments)
 
 
 def ray_captioners(handle: DeploymentHandle) -> Captioners:
-    """The function that calls a model's processes. It raises RefusedError if a process has died, or none has room."""
+    """The function that calls a model's processes. The call raises RefusedError if all are busy or its process died."""
 
     async def call(method: str, *arguments: object) -> Any:
         try:
@@ -97,28 +97,28 @@ def ray_captioners(handle: DeploymentHandle) -> Captioners:
 @serve.deployment
 @serve.ingress()
 class Ingress:
-    """The process that answers requests. It checks limits, and decodes and resizes images for the models' processes."""
+    """The process that answers requests: checks limits, and decodes and resizes images for the models' processes."""
 
     def __init__(
         self, arguments: ServeArguments, captioners: dict[str, DeploymentHandle], *, has_token: bool, is_local: bool
     ) -> None:
         prepare_replica(is_local)
         give_memory_back()
-        # The token is no argument, because Ray's dashboard shows the arguments of deployments to all of its clients.
+        # The token is not an argument, because Ray's dashboard shows the arguments of deployments to everybody.
         token = server_token(None, insecure=not has_token)
         self.app_of_requests = make_app(
             {name: ray_captioners(handle) for name, handle in captioners.items()}, arguments, token
         )
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The ASGI application, which Ray Serve asks for."""
+        """The ASGI application. Ray Serve calls this method by its name."""
         return self.app_of_requests
 
 
 def application(args: dict[str, object]) -> serve.Application:
     """The application of a RayService (`import_path: raycap.jobs.serve.deployments:application`).
 
-    args: the values of `ServeArguments`. Raises ValueError for others, and UserError.
+    args: the fields of `ServeArguments`. Raises ValueError if they are invalid, and UserError for a bad token or model.
     """
     arguments = ServeArguments.model_validate(args)
     server_token(None, arguments.insecure)
@@ -126,7 +126,7 @@ def application(args: dict[str, object]) -> serve.Application:
 
 
 def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: bool) -> serve.Application:
-    """The deployments of a server. is_local: on a Ray that this process has started."""
+    """The Ray Serve application of a server. is_local: True if this process has started Ray."""
     gpus = arguments.gpus
     if gpus is None:
         gpus = float(ray.cluster_resources().get("GPU", 0) > 0)
@@ -135,10 +135,10 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
         scaling = {"autoscaling_config": {"min_replicas": least, "max_replicas": most}}
-        # One batch is captioned while the next one waits.
+        # Two batches per process, so that one waits while the other is captioned.
         scaling["autoscaling_config"]["target_ongoing_requests"] = 2 * size
     captioner = CaptionerDeployment.options(  # type: ignore[attr-defined]
-        # With Ray's default of 5, a batch would never be full.
+        # More than Ray's default of 5, with which a batch would never be full.
         max_ongoing_requests=4 * size,
         ray_actor_options={"num_cpus": CAPTIONER_CPUS, "num_gpus": gpus},
         graceful_shutdown_timeout_s=SHUTDOWN_S,
@@ -150,7 +150,7 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
     }
     ingress = Ingress.options(  # type: ignore[attr-defined]
         name="ingress",
-        num_replicas=1,  # because its queue and its counters are those of the whole server
+        num_replicas=1,  # because its queue and counters are those of the whole server
         max_ongoing_requests=arguments.limits.queue + SPARE_REQUESTS,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=SHUTDOWN_S,
@@ -160,15 +160,15 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
 
 
 def needed_cpus(arguments: ServeArguments) -> int:
-    """The CPUs that a Ray on this machine must have."""
+    """The number of CPUs that the server needs if Ray runs only on this machine."""
     return math.ceil(INGRESS_CPUS + CAPTIONER_CPUS * arguments.num_captioners)
 
 
 def prepare_replica(is_local: bool) -> None:
-    """Prepares a process of Ray Serve: its log, and if Ray runs only on this machine, the interface of its port.
+    """Sets up the log of a Ray Serve process. If Ray runs only on this machine, also restricts its port to loopback.
 
-    Ray Serve opens a port of each process on all interfaces, and unpickles what arrives there. It has no setting for
-    the interface. It opens the port after this call, through the function that is replaced here.
+    Ray Serve opens a port of each process on all interfaces and unpickles what arrives there. Ray has no setting for
+    the interface, so this function replaces the one with which Ray Serve opens the port later.
     """
     configure_logging()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -178,19 +178,19 @@ def prepare_replica(is_local: bool) -> None:
 
 
 def give_memory_back() -> None:
-    """Makes glibc return the memory of decoded images to the system. Otherwise it would keep hundreds of MiB.
+    """Makes glibc return the memory of decoded images to the system, so that it does not keep hundreds of MiB.
 
-    Pillow allocates blocks of 16 MiB. After the first ones are freed, glibc keeps blocks of this size for reuse, unless
-    the threshold is set.
+    Pillow allocates blocks of 16 MiB. After the first blocks are freed, glibc keeps later blocks of this size for reuse
+    unless the threshold is set.
     """
-    with suppress(AttributeError, OSError):  # a C library other than glibc
+    with suppress(AttributeError, OSError):  # the C library is not glibc
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def require_unused() -> None:
-    """Raises UserError if Ray Serve already runs on the cluster.
+    """Raises UserError if Ray Serve already has an application on the cluster.
 
-    Its proxies listen on one port only, and the end of this server would also end the other applications.
+    All applications share one port, and stopping this server would also stop the others.
     """
     if found := serve.status().applications:
         raise UserError(
@@ -202,7 +202,7 @@ def require_unused() -> None:
 def start(arguments: ServeArguments, models: Iterable[NamedModel], host: str, port: int, *, is_local: bool) -> None:
     """Starts the server on a Ray that has been started. Raises JobFailedError if it does not start.
 
-    is_local: whether this process has started the Ray.
+    is_local: True if this process has started Ray.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     limits = arguments.limits
@@ -222,8 +222,8 @@ def wait() -> None:
 
 
 def stop(*, is_local: bool) -> None:
-    """Ends the application after the requests in progress. On a cluster it also ends Ray Serve."""
-    with suppress(serve.exceptions.RayServeException):  # it has not been started
+    """Stops the application after the requests in progress have ended. On a cluster, also stops Ray Serve."""
+    with suppress(serve.exceptions.RayServeException):  # Ray Serve has not been started
         serve.delete(APP)
-    if not is_local:  # a local Ray ends with this process
+    if not is_local:  # a local Ray is not stopped, because it ends with this process
         serve.shutdown()
