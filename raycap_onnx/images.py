@@ -17,7 +17,7 @@ from raycap_onnx.description import CaptionerError, is_number, one_line, read_fi
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's filters
-MAX_SIZE = 4096  # pixels of a side of the square
+MAX_SIZE = 4096  # the longest side, in pixels, of the square to which images are resized
 MIN_STD = 1e-30  # smaller numbers may be 0 as float32
 # The formats of image files, and the limits of their sizes, as in raycap. A side is limited because resizing takes 16
 # bytes for each of its pixels. A WebP file may have half of the pixels, because Pillow needs twice the memory for it.

@@ -490,5 +490,5 @@ def content_key_of(key: str) -> str:
 
 
 def seed_of_key(key: str) -> int | None:
-    """Returns the seed with which `augmented` makes the version that has this key, or None for the unchanged image."""
+    """The seed of the random crop and colors (`augmented`) of the version with this key; None for the image itself."""
     return int(hashlib.sha256(key.encode()).hexdigest()[:16], 16) if "-" in key else None

@@ -193,7 +193,7 @@ class DynamicExpansion(Expansion):
         """
         if self.causal:
             length = m.shape[-1]
-            earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # t <= s
+            earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # [s, t]: 1 if t <= s
             return earlier[:, None], earlier[:, None].transpose(0, 2)
         if valid_mask is None:
             return None, None
@@ -553,7 +553,7 @@ class DynamicWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         a = signed_parts(m)  # (2, B, s, N_E, t)
         results, inverses = [], []
-        for mask, dims in ((forward_mask, (4,)), (backward_mask, (2, 3))):
+        for mask, dims in ((forward_mask, (4,)), (backward_mask, (2, 3))):  # the sums are over t, and over s and N_E
             masked = a if mask is None else a * mask
             inverses.append(inverse(total(masked, dims), m.dtype, epsilon))
             results.append(masked * inverses[-1])

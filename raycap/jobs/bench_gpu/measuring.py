@@ -20,7 +20,7 @@ def measure(call: Callable[[], object], device: torch.device) -> tuple[float, fl
     """The seconds per call, and the peak of allocated memory in GiB.
 
     After two calls to warm up, GROUPS groups of calls are timed. The result is the median of their seconds per call.
-    The time of a group includes its work on a GPU. On a CPU, which only rehearses, a group is one call.
+    The time of a group includes its work on a GPU. On a CPU, only for rehearsals, a group is one call.
     """
     for _ in range(2):
         timed(call, device)

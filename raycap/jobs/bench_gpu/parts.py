@@ -53,7 +53,7 @@ REHEARSAL = Scale(  # sizes for a quick test on a CPU
 class Row:
     """One row of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
 
-    samples: the images or pairs that the paper's recipe on COCO processes by such calls. 0 if it makes no such calls.
+    samples: how many images or pairs the paper's whole recipe on COCO processes with this kind of call. 0 without one.
     """
 
     part: str

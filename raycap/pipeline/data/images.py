@@ -366,7 +366,7 @@ def decode_batch(
                 pixels[row] = pixels_of(image, transform, augmentation, seed_of_key(keys[row]))
         except BadImage as error:
             return str(error)
-        except StorageError:
+        except StorageError:  # an OSError for which the image is not at fault
             raise
         except OSError as error:
             return f"{UNREADABLE}: {reason_of(error)}"

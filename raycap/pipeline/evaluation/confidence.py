@@ -320,6 +320,7 @@ def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]
     parts, chunk = [], max(1, CHUNK_VALUES // num_images)
     for start in range(0, RESAMPLES, chunk):
         shape = (min(chunk, RESAMPLES - start), num_images)
+        # Sorted positions keep the drawn images in the order of their confidence.
         drawn = np.sort(generator.integers(0, num_images, shape), axis=1)
         parts.append(np.cumsum(bad[drawn], axis=1)[:, covered - 1] / covered)
     tail = (1 - INTERVAL) / 2

@@ -151,8 +151,8 @@ def has_word(text: str) -> bool:
 def unicode_words(caption: str) -> list[str]:
     """The words of a caption by Unicode's default word boundaries. Segments without a letter or digit are left out.
 
-    Marks, joiners, apostrophes and decimal points inside a word do not split it. Scripts without spaces need
-    `characters`, because here each Han character, Hiragana sign or Thai letter is a word, to be joined with spaces.
+    Marks, joiners, apostrophes and decimal points inside a word do not split it. For scripts without
+    spaces use `characters`: here each Han character, Hiragana sign or Thai letter is a word, so captions get spaces.
     """
     return [word for word in _patterns().words(normalized(caption)) if has_word(word)]
 
@@ -230,5 +230,5 @@ def text_column(tokenizer: str | None) -> str:
 
 
 def caption_words(tokenizer: str, caption: str) -> list[str]:
-    """The words of a raw caption, to count and compare them. `tokens` cannot split one, so `expansionnet` does."""
+    """The words of a raw caption, to count and compare them. `expansionnet` replaces `tokens`, which cannot do it."""
     return TOKENIZERS["expansionnet" if tokenizer == "tokens" else tokenizer].split(caption)

@@ -178,7 +178,8 @@ class ResultsFolder:
                     f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
                 )
             elif self.place.is_remote:
-                shutil.rmtree(self.path.parent, ignore_errors=True)  # the parent also has the mirror's record
+                # The parent was made for these results, and also has the record of what was uploaded.
+                shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""

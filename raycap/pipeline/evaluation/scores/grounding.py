@@ -185,7 +185,7 @@ def image_similarity(images: np.ndarray, captions: np.ndarray, weight: float) ->
     """CLIPScore or PAC-S of each image (images,): w * max(cos(image, caption), 0), from unit vectors (images, D).
 
     weight: w. Sources: CLIPScore with w = 2.5, Hessel et al. 2021 (arXiv 2104.08718). PAC-S with w = 2 and another
-    encoder, Sarto et al. 2023 (arXiv 2303.12112). The encoded texts are captions after PROMPT.
+    encoder, Sarto et al. 2023 (arXiv 2303.12112). Each caption was encoded with PROMPT before it.
     """
     cosine: np.ndarray = (images * captions).sum(1)
     return weight * np.maximum(cosine, 0.0)
