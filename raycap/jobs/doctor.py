@@ -211,7 +211,7 @@ def torch_pair() -> str:
 
 
 def gpus(wanted: float, *, is_needed: bool) -> Finding:
-    """Checks that torch can use `wanted` GPUs, as many as a run needs on this machine or Ray offers on this node."""
+    """Checks that torch can use `wanted` GPUs: the number that a run needs here, or that Ray offers on this node."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

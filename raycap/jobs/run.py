@@ -61,7 +61,7 @@ NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the sa
 
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
-    """Makes a run: checks, extracts features, trains every stage, evaluates, reports and registers. Returns its folder.
+    """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
 
     data: the result of `find_run_data`, for a command that makes several runs on the same data. If it is None, the
     data are read.

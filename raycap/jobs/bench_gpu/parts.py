@@ -74,7 +74,7 @@ class Row:
         return self.samples / self.per_second / 3600
 
 
-Measured = Callable[[], tuple[float, float]]  # measures a row: seconds and GiB
+Measured = Callable[[], tuple[float, float]]  # measures the case of a row; returns seconds per call and GiB
 Rows = Iterator[tuple[Row, Measured]]
 
 
