@@ -74,11 +74,12 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, listing:
     `data.max_bad_fraction` limits the unusable images among the others. listing: see `take_snapshot`.
     """
     result = Findings()
-    dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
-    require_splits(dataset, config.data)
-    result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
-    logger.info(f"reading {len(dataset)} images")
-    dataset, missing = result.data = snapshot_of(dataset, config, listing=listing)
+    annotated, problems = read_annotations(config.data, data_root(config), config.storage.options)
+    require_splits(annotated, config.data)
+    result.statistics["splits"] = dict(sorted(annotated.split_sizes().items()))
+    logger.info(f"reading {len(annotated)} images")
+    dataset, missing = snapshot_of(annotated, config, listing=listing)
+    result.data = dataset, missing
     unchecked = dataset
     if checked_keys is not None:
         unchecked = dataset.where(pc.invert(pc.is_in(dataset.table["key"], value_set=checked_keys.drop_null())))
@@ -191,9 +192,9 @@ def _check_images(
         result.warn(f"{count} and would be left out: {reasons}")
     uris = [shown(uri) for uri in chosen.split(*config.data.train_splits).column("uri")]
     if uris and config.features.store == "never":
-        images = "training image" if len(uris) == 1 else "training images"
+        noun = "training image" if len(uris) == 1 else "training images"
         result.error(
-            f"{len(uris)} {images} cannot be decoded, and with features.store = never no extraction leaves them out: "
+            f"{len(uris)} {noun} cannot be decoded, and with features.store = never no extraction leaves them out: "
             f"{_examples(uris)}"
         )
 

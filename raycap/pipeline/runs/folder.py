@@ -166,11 +166,10 @@ class RunFolder:
         the right content is not written.
         """
         written = self.written or self.config
-        decided = {
-            section: {key: getattr(getattr(self.config, section), key)}
-            for section, key in DECIDED
-            if getattr(getattr(written, section), key) == "auto"
-        }
+        decided = {}
+        for section, key in DECIDED:
+            if getattr(getattr(written, section), key) == "auto":
+                decided[section] = {key: getattr(getattr(self.config, section), key)}
         for name, text in ((DECISIONS, json.dumps(decided)), ("config.yaml", dump_config(written))):
             path = self.path / name
             if not path.is_file() or path.read_bytes() != text.encode():

@@ -245,10 +245,12 @@ class StageOutput:
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
         """The stage's folders whose names are the prefix and a number, as (number, folder) in ascending order."""
-        numbered = [(path.name.removeprefix(prefix), path) for path in self.path.glob(f"{prefix}[0-9]*")]
-        return sorted(
-            (int(number), path) for number, path in numbered if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir()
-        )
+        found = []
+        for path in self.path.glob(f"{prefix}[0-9]*"):
+            number = path.name.removeprefix(prefix)
+            if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir():
+                found.append((int(number), path))
+        return sorted(found)
 
     def _raise_journal_error(self) -> None:
         """Raises the error of the last background upload. Uploads are repeated, so the storage's errors are ignored."""
