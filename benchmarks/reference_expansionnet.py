@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Memory, valid_tokens
+from raycap.models.base import Cache, CaptionModel, Features, Memory, map_tensors, valid_tokens
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
 from raycap.models.layers import SelfAttention
 
@@ -108,7 +108,7 @@ class PrefixCache(Cache):
         rows = torch.arange(self.images, device=self.tokens.device).repeat_interleave(beams)
         if self.beams != 1:
             raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
-        self.beams, self.memory = beams, self.memory.select(rows)
+        self.beams, self.memory = beams, map_tensors(self.memory, lambda tensor: tensor[rows])
         return self.select(rows)
 
     def select(self, index: Tensor) -> PrefixCache:
@@ -117,7 +117,7 @@ class PrefixCache(Cache):
 
     def keep_images(self, index: Tensor) -> PrefixCache:
         rows = (index[:, None] * self.beams + torch.arange(self.beams, device=index.device)).flatten()
-        self.images, self.memory = len(index), self.memory.select(rows)
+        self.images, self.memory = len(index), map_tensors(self.memory, lambda tensor: tensor[rows])
         return self.select(rows)
 
 
@@ -170,7 +170,8 @@ class MaterializedModel(CaptionModel):
 
     def init_cache(self, memory: Memory, beams: int) -> PrefixCache:
         rows = torch.arange(memory.batch_size, device=memory.states.device).repeat_interleave(beams)
-        return PrefixCache(memory.batch_size, beams, memory.select(rows), tokens=rows.new_empty(len(rows), 0))
+        by_row = map_tensors(memory, lambda tensor: tensor[rows])
+        return PrefixCache(memory.batch_size, beams, by_row, tokens=rows.new_empty(len(rows), 0))
 
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, PrefixCache]:
         assert isinstance(cache, PrefixCache)

@@ -29,10 +29,6 @@ class Features:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def select(self, rows: Tensor) -> Features:
-        """Returns the features of the images with the indices `rows` (int64, in any order, also repeated)."""
-        return map_tensors(self, lambda tensor: tensor.index_select(0, rows))
-
 
 @dataclass(frozen=True)
 class Memory:
@@ -45,10 +41,6 @@ class Memory:
     @property
     def batch_size(self) -> int:
         return self.states.shape[0]
-
-    def select(self, index: Tensor) -> Memory:
-        """Returns the memory of the images with the indices `index` (int64, in any order, also repeated)."""
-        return map_tensors(self, lambda tensor: tensor.index_select(0, index))
 
 
 Tensors = TypeVar("Tensors", Features, Memory)

@@ -129,21 +129,7 @@ class Backbone(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks from input to output, which are in lists that timm calls blocks, layer1, stages and the like."""
-
-        def is_list(module: nn.Module) -> bool:
-            return isinstance(module, nn.Sequential | nn.ModuleList)
-
-        def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
-            """Yields the blocks in a module. inside: True if the module is in a list of blocks or of stages."""
-            for name, child in module.named_children():
-                has_blocks = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
-                if inside and not is_list(child) and not has_blocks:
-                    yield child
-                else:
-                    is_named = _BLOCKS.fullmatch(name) is not None
-                    yield from walk(child, is_list(child) and (inside or is_named))
-
-        return list(walk(self.network, inside=False))
+        return list(_blocks_in(self.network, in_list=False))
 
     def num_layers_above(self) -> dict[str, int]:
         """Returns, for each parameter, the number of layers between its own layer and the model's output.
@@ -179,14 +165,34 @@ class Backbone(nn.Module):
         features: Tensor = self.network.forward_features(images)
         if layout.norm:
             features = self.network.get_submodule(layout.norm)(features)
-        tokens = features
-        if layout.form != "tokens":
-            tokens = features.flatten(1, 2) if layout.form == "rows first" else features.flatten(2).mT.contiguous()
-        tokens = tokens[:, layout.num_prefix :]
-        if pool > 1:
-            grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
-            tokens = F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
-        return tokens
+        if layout.form == "rows first":
+            features = features.flatten(1, 2)
+        elif layout.form == "channels first":
+            features = features.flatten(2).mT.contiguous()
+        tokens = features[:, layout.num_prefix :]
+        if pool == 1:
+            return tokens
+        grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
+        return F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _blocks_in(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
+    """Yields the blocks in a module. in_list: True if the module is itself a list of blocks or of stages.
+
+    The children of such a list are blocks, unless they are lists, or stages that have a list of blocks. A list counts
+    if its own name or that of a list around it is one of those for blocks.
+    """
+    for name, child in module.named_children():
+        is_stage = any(_BLOCKS.fullmatch(inner) and _is_list(each) for inner, each in child.named_children())
+        if in_list and not _is_list(child) and not is_stage:
+            yield child
+        else:
+            is_named = _BLOCKS.fullmatch(name) is not None
+            yield from _blocks_in(child, in_list=_is_list(child) and (in_list or is_named))
 
 
 def image_transform(config: BackboneConfig) -> ImageTransform:
@@ -198,16 +204,16 @@ def image_transform(config: BackboneConfig) -> ImageTransform:
     known: Any = timm.get_pretrained_cfg(config.name)
     data = timm.data.resolve_data_config({"input_size": (3, size, size)}, pretrained_cfg=known.to_dict())
     mean, std = (tuple(map(float, data[key])) for key in ("mean", "std"))
-    scaled, mode = math.floor(size / data["crop_pct"]), data["crop_mode"]
+    mode = data["crop_mode"]
     try:
         if config.transform == "squash":
             return ImageTransform(size, mean, std, data["interpolation"])
         if mode not in ("center", "squash"):
             raise ValueError(f"crop_mode is {mode}")
-        crops = mode == "center" or scaled != size
-        return ImageTransform(
-            size, mean, std, data["interpolation"], scaled if crops else None, keep_aspect=mode == "center"
-        )
+        scaled = math.floor(size / data["crop_pct"])
+        is_squashed_only = mode == "squash" and scaled == size
+        resize_to = None if is_squashed_only else scaled
+        return ImageTransform(size, mean, std, data["interpolation"], resize_to, keep_aspect=mode == "center")
     except ValueError as error:
         raise ValueError(
             f"backbone.transform is auto, and the transform of {config.name} is not supported ({error}); "
@@ -253,23 +259,20 @@ def find_layout(config: BackboneConfig) -> Layout:
             ) from error
     if not isinstance(features, Tensor) or features.ndim not in (3, 4) or features.shape[0] != 1:
         raise ValueError(f"backbone.name is {config.name!r}, which gives neither a grid nor a sequence of image tokens")
-    unused = [
-        name
-        for name, module in network.named_children()
-        if _has_weights(module) and not any(each.split(".")[0] == name for each in called)
-    ]
-    norm = _final_norm(network, features, unused)
-    if "." in norm:  # the norm is in a head, whose other parts are not used
-        head, _, used = norm.partition(".")
-        parts = network.get_submodule(head).named_children()
-        unused += [f"{head}.{name}" for name, module in parts if name != used and _has_weights(module)]
-    unused = [name for name in unused if norm != name and not norm.startswith(f"{name}.")]
+    not_called = _parts_with_weights(network, except_for={name.partition(".")[0] for name in called})
+    norm = _final_norm(network, features, not_called)
+    head, _, part = norm.partition(".")
+    unused = [name for name in not_called if name != head]
+    if part:  # the norm is in a head, whose other parts are not used
+        unused += [f"{head}.{name}" for name in _parts_with_weights(network.get_submodule(head), except_for={part})]
     form, num_prefix, grid, width = _shape(config, network, features)
     return Layout(form, num_prefix, grid, width, norm, tuple(unused))
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _parts_with_weights(module: nn.Module, except_for: set[str]) -> list[str]:
+    """Returns the names of the children that have weights, without those in `except_for`."""
+    children = [(name, child) for name, child in module.named_children() if name not in except_for]
+    return [name for name, child in children if next(child.parameters(), None) is not None]
 
 
 def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[Form, int, tuple[int, int], int]:
