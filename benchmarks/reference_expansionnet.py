@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Memory, map_tensors, valid_tokens
+from raycap.models.base import CaptionModel, Features, Memory, map_tensors, valid_tokens
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
 from raycap.models.layers import SelfAttention
 
@@ -95,7 +95,7 @@ def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass
-class PrefixCache(Cache):
+class PrefixCache:
     """Caches no computation: it has the tokens so far, and the encoder's output repeated for every beam."""
 
     images: int
@@ -173,8 +173,7 @@ class MaterializedModel(CaptionModel):
         by_row = map_tensors(memory, lambda tensor: tensor[rows])
         return PrefixCache(memory.batch_size, beams, by_row, tokens=rows.new_empty(len(rows), 0))
 
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, PrefixCache]:
-        assert isinstance(cache, PrefixCache)
+    def step(self, tokens: Tensor, cache: PrefixCache) -> tuple[Tensor, PrefixCache]:
         cache.tokens = torch.cat((cache.tokens, tokens[:, None]), 1)
         cache.length += 1
         return self.decode(cache.memory, cache.tokens)[:, -1], cache

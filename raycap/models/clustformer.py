@@ -48,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, Features, Memory, check_positions, valid_tokens
+from raycap.models.base import Features, Memory, check_positions, valid_tokens
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -446,7 +446,7 @@ class ClustFormer(EncoderDecoder):
         states = self.encoder_norm(layer_outputs(self.encoder, x, shared)[-1])
         if arrangement is not None:
             states = arrangement.undo(states, features.tokens.shape[1])
-        return Memory(states, features.lengths, features.boxes)
+        return Memory(states, features.lengths)
 
     def _start_pass(self, layout: Layout, attention_mask: Tensor | None, device: torch.device) -> PassState:
         """Returns the state before the first layer, with the matrix of a fixed window if the configuration has one."""
@@ -542,8 +542,7 @@ class MaskTokenClustFormer(ClustFormer):
         return EncoderDecoder.init_cache(self, memory, beams)  # only the causal decoder needs sums and rows of C
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
-        assert isinstance(cache, TreeCache)
+    def step(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, TreeCache]:
         check_positions(cache.length + 1, self.sizes.max_positions)
         cache.advance()
         consumed = cache.layers[0].append("tokens", tokens.view(1, cache.images, cache.beams))[0]  # (B, slots)

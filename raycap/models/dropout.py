@@ -152,7 +152,7 @@ class CaptionMasks:
         self.sources = self.sources[:, :length]
 
     def select(self, index: Tensor) -> None:
-        """Makes row r continue the former row index[r] after a step, as `Cache.select` does.
+        """Makes row r continue the former row index[r] after a step, as `TreeCache.select` does.
 
         Indices count only the rows of images that are still sampled.
         """

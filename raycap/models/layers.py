@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Memory, check_positions, valid_tokens
+from raycap.models.base import CaptionModel, Features, Memory, check_positions, valid_tokens
 from raycap.models.config import ModelConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -470,8 +470,7 @@ class EncoderDecoder(CaptionModel):
         return TreeCache(memory.batch_size, beams, cross, cross_bias(memory), slots, paths, masks=self.masks)
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
-        assert isinstance(cache, TreeCache)
+    def step(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, TreeCache]:
         cache.advance()
         y = self.embed(tokens[:, None], cache.length - 1)[:, 0]
         outputs = []

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from raycap.models.base import Cache, CaptionModel, Memory, check_positions
+from raycap.models.base import CaptionModel, Memory, check_positions
 from raycap.models.config import PLAIN, Decoding, ModelSizes
 
 CHECK_EVERY = 4  # steps between two checks on a GPU whether captions have ended, because each check waits for the GPU
@@ -165,7 +165,7 @@ class Decoder:
             raise ValueError("a memory of no images; nothing can be decoded")
         rows = 1 if self.shares_first_step else beams
         pairs = zip(self.models, memories, strict=True)
-        self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
+        self.caches = [model.init_cache(memory, rows) for model, memory in pairs]
 
     @property
     def check_every(self) -> int:

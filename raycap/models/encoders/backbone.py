@@ -90,13 +90,14 @@ class Backbone(nn.Module):
         self.add_module(self._name, network)
         if with_weights and config.weights not in ("none", "pretrained"):
             load_tensors(self, read_tensors(Path(config.weights)))
-        self._can_checkpoint = _can_checkpoint(network)
-        if config.gradient_checkpointing and not self._can_checkpoint:
-            raise ValueError(
-                f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
-                "set it to false"
-            )
-        self.set_gradient_checkpointing(config.gradient_checkpointing)
+        if config.gradient_checkpointing:
+            try:
+                network.set_grad_checkpointing()
+            except (AssertionError, AttributeError, NotImplementedError) as error:
+                raise ValueError(
+                    f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
+                    "set it to false"
+                ) from error
         set_drop_path(self, config.drop_path)
         rows, columns = layout.grid
         self.grid = (rows // config.pool, columns // config.pool)
@@ -147,11 +148,6 @@ class Backbone(nn.Module):
         last = max(layers.values())
         names = (name for name, _ in self.network.named_parameters())
         return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
-
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Turns gradient checkpointing, which saves memory in backward passes, on or off, if the model supports it."""
-        if self._can_checkpoint:
-            self.network.set_grad_checkpointing(enabled)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -371,15 +367,6 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
         # any other error counts as a failed download, because libraries for downloads have error types of their own
         reason = " ".join(str(error).split())
         raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
-
-
-def _can_checkpoint(network: Any) -> bool:
-    """Returns True if the model can compute activations again in the backward pass."""
-    try:
-        network.set_grad_checkpointing(True)
-    except (AssertionError, AttributeError, NotImplementedError):
-        return False
-    return True
 
 
 def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
