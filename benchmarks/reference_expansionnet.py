@@ -106,8 +106,6 @@ class PrefixCache:
 
     def expand_beams(self, beams: int) -> PrefixCache:
         rows = torch.arange(self.images, device=self.tokens.device).repeat_interleave(beams)
-        if self.beams != 1:
-            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
         self.beams, self.memory = beams, map_tensors(self.memory, lambda tensor: tensor[rows])
         return self.select(rows)
 

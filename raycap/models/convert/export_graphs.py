@@ -70,7 +70,7 @@ class EncoderGraph(nn.Module):
             GraphTensor("features", torch.randn(images, count, self.model.sizes.feature_width), dims),
             GraphTensor("lengths", lengths, {0: "images"}),
         ]
-        if getattr(self.model.config, "needs_boxes", False):
+        if self.model.config.needs_boxes:
             found.append(GraphTensor("boxes", torch.rand(images, count, 4), dims))
         return found
 

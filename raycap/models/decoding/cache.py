@@ -134,9 +134,7 @@ class TreeCache:
             layer.count = self.count
 
     def expand_beams(self, beams: int) -> TreeCache:
-        """Replaces each image's only beam by `beams` copies, in place. Raises ValueError if it has several beams."""
-        if self.beams != 1:
-            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
+        """Replaces each image's only beam by `beams` copies, in place."""
         self.ancestors = self.ancestors.expand(-1, beams, -1)
         self.beams = beams
         for layer in self.layers:

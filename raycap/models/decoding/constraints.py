@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, check_beams, search
+from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, search
 
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # its alternatives
@@ -118,13 +118,10 @@ def constrained_beam_search(
 
     If no beam satisfies as many constraints as required, the captions that satisfy the most are returned. Each state
     has `beam_size` beams, which compete as in `beam_search`, so that the cost grows with the number of states of the
-    largest automaton. Raises ValueError unless images have one automaton each and 1 <= num_results <= beam_size.
+    largest automaton. automata: one for each image.
     """
-    check_beams(beam_size, num_results)
     states = max((len(automaton.num_satisfied) for automaton in automata), default=1)
     decoder = Decoder(models, memories, states * beam_size, max_length)
-    if len(automata) != len(decoder.images):
-        raise ValueError(f"{len(automata)} automata for {len(decoder.images)} images; give one for each")
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length, rules)

@@ -21,7 +21,6 @@ from raycap.models.decoding.search import (
     Decoder,
     ScoreRules,
     beam_search,
-    check_beams,
     search,
     start_beams,
 )
@@ -57,9 +56,6 @@ class GraphedSearch:
     max_graphs: int = MAX_GRAPHS
     seen: set[Shape] = field(default_factory=set)
     graphs: dict[Shape, SearchGraph] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_beams(self.beam_size, self.num_results)
 
     def __call__(self, memories: Sequence[Memory]) -> Captions:
         """Returns the best captions, as `beam_search` does."""

@@ -1,8 +1,8 @@
 """Greedy decoding, sampling and beam search with one model or an ensemble, and the rules that forbid words.
 
 `models` and `memories` are one model and its memory, or equally long sequences of them. Several models are an ensemble,
-which averages their probabilities. Log-probabilities are float32 (float64 for a float64 model). Rules forbid words, and
-do not change the log-probabilities of allowed words.
+which averages their probabilities; they share one vocabulary. Log-probabilities are float32 (float64 for a float64
+model). Rules forbid words, and do not change the log-probabilities of allowed words.
 
 Shapes: B images, K beams or samples per image, R = B*K rows, one for each caption, t tokens so far with SOS, T caption
 tokens, V vocabulary.
@@ -148,21 +148,13 @@ class Decoder:
         if max_length < 2:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
-        for number, model in enumerate(self.models, 1):
-            words, first = ((s.vocabulary_size, s.sos, s.eos, s.pad) for s in (model.sizes, self.sizes))
-            if words != first:
-                raise ValueError(
-                    f"model {number} of the ensemble has {words} words and ids of SOS, EOS and PAD, model 1 has "
-                    f"{first}; they must share one vocabulary"
-                )
+        for model in self.models:
             check_positions(max_length - 1, model.sizes.max_positions)
         self.beams, self.keeps_images = beams, keeps_images
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
         # without dropout, all beams of an image are equal in the first step, so that it runs once per image
         self.shares_first_step = not any(model.training for model in self.models)
-        if not len(self.images):
-            raise ValueError("a memory of no images; nothing can be decoded")
         rows = 1 if self.shares_first_step else beams
         pairs = zip(self.models, memories, strict=True)
         self.caches = [model.init_cache(memory, rows) for model, memory in pairs]
@@ -378,19 +370,10 @@ def beam_search(
     with SOS and EOS. Captions are ranked by their sum divided by `length_divisor`, by default the number of tokens. If
     fewer captions were found than asked for, the remaining results have the score -inf.
     """
-    check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
     results = search(decoder, start_beams(decoder, max_length, rules.decoding), max_length, rules)
     captions, _ = results.ranked(num_results, rules.length_normalization)
     return captions
-
-
-def check_beams(beam_size: int, num_results: int) -> None:
-    """Raises ValueError unless 1 <= num_results <= beam_size."""
-    if not 1 <= num_results <= beam_size:
-        raise ValueError(
-            f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
-        )
 
 
 BeamsType = TypeVar("BeamsType", bound="Beams")
@@ -546,13 +529,11 @@ class GroupedBeams(Beams):
 
 
 def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
-    """Returns beams of SOS only, grouped as `decoding` says. Raises ValueError if groups do not divide the beams."""
-    beams, groups = Beams.start(decoder, max_length), decoding.beam_groups
-    if groups == 1:
+    """Returns beams of SOS only, in as many equal groups as `decoding` says."""
+    beams = Beams.start(decoder, max_length)
+    if decoding.beam_groups == 1:
         return beams
-    if decoder.beams % groups:
-        raise ValueError(f"beam_groups = {groups} does not divide beam_size = {decoder.beams}")
-    return GroupedBeams(**vars(beams), num_groups=groups, diversity=decoding.diversity)
+    return GroupedBeams(**vars(beams), num_groups=decoding.beam_groups, diversity=decoding.diversity)
 
 
 def by_score(captions: Captions, length_normalization: bool | float) -> Captions:

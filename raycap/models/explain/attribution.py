@@ -94,13 +94,8 @@ def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor
     """Attributes every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
     steps: the number of points on the line. Each group of ROWS points takes one forward pass, and one backward pass per
-    word, so that memory does not grow with the number of steps. Raises ValueError for other shapes.
+    word, so that memory does not grow with the number of steps.
     """
-    if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
-        raise ValueError(
-            f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
-            "(1, tokens, width) and one caption of SOS and a word or more"
-        )
     # inference mode is turned off, because the caller may have turned it on, and its tensors get no gradient
     with evaluating(model), torch.inference_mode(False):
         line = _Line(model, features, tokens.clone())
