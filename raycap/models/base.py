@@ -123,17 +123,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-@contextmanager
-def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """Within the context, calls `hook` with each of `modules` and its inputs before the module runs."""
-    handles = [module.register_forward_pre_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:
     """Returns a mask (B, N) that is True at valid image tokens and False at padding, or None without `lengths`."""
     if lengths is None:
