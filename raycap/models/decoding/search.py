@@ -65,12 +65,12 @@ class ScoreRules:
         is_unk = mask_of([self.unk]) if decoding.suppress_unk and self.unk is not None else None
 
         def restrict(log_probs: Tensor, tokens: Tensor) -> Tensor:
-            length, order = tokens.shape[1], decoding.no_repeat_ngram
+            length, ngram = tokens.shape[1], decoding.no_repeat_ngram
             masks = [] if is_unk is None else [is_unk[None]]
             if length + 1 < decoding.min_length:
                 masks.append(is_eos[None])
-            if order is not None and length >= order:
-                masks.append(repeating_words(tokens, order, log_probs.shape[1]))
+            if ngram is not None and length >= ngram:
+                masks.append(repeating_words(tokens, ngram, log_probs.shape[1]))
             if decoding.no_open_endings:
                 masks.append(is_open[tokens[:, -1:]] & is_eos)
                 if length + 1 == max_length:  # the next word is the last one
@@ -275,11 +275,11 @@ def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
     sums = probabilities[:, :whole].unflatten(1, (-1, width)).sum(-1)
     if whole < count:
         sums = torch.cat((sums, probabilities[:, whole:].sum(-1, keepdim=True)), 1)
-    block, share = _locate(sums, uniform[:, None])
+    block, place = _locate(sums, uniform[:, None])
     words = block * width + torch.arange(width, device=block.device)
     inside = probabilities.gather(1, words.clamp(max=count - 1)).masked_fill(words >= count, 0.0)
     # clamped, because NaN from a diverged model may give an index beyond the last word in the last block
-    return (block * width + _locate(inside, share)[0])[:, 0].clamp_(max=count - 1)
+    return (block * width + _locate(inside, place)[0])[:, 0].clamp_(max=count - 1)
 
 
 def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,16 +338,17 @@ def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     greatest maxima are searched. On a CPU, torch.topk over all words would take twice as long, and could choose other
     words among equally probable ones.
     """
-    words = log_probs.shape[-1]
-    columns = words // COLUMN_WORDS
-    if columns < count:
+    num_words = log_probs.shape[-1]
+    num_columns = num_words // COLUMN_WORDS
+    if num_columns < count:
         return log_probs.topk(count, -1)
-    whole = columns * COLUMN_WORDS
-    column = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, columns)).amax(1).topk(count, -1).indices
-    starts = torch.arange(0, whole, columns, device=column.device)
-    candidates = (column[:, :, None] + starts).flatten(1)  # all words of these columns
-    if whole < words:
-        rest = torch.arange(whole, words, device=column.device)
+    whole = num_columns * COLUMN_WORDS  # the number of words in columns; the rest always remain candidates
+    maxima = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, num_columns)).amax(1)
+    columns = maxima.topk(count, -1).indices
+    starts = torch.arange(0, whole, num_columns, device=columns.device)
+    candidates = (columns[:, :, None] + starts).flatten(1)
+    if whole < num_words:
+        rest = torch.arange(whole, num_words, device=columns.device)
         candidates = torch.cat((candidates, rest.expand(len(candidates), -1)), 1)
     best, index = log_probs.gather(1, candidates).topk(count, -1)
     return best, candidates.gather(1, index)

@@ -238,11 +238,11 @@ def find_layout(config: BackboneConfig) -> Layout:
     size, called = config.image_size, set[str]()
     with torch.device("meta"), torch.no_grad():
         network = _create(config, pretrained=False).eval()
-        stride = getattr(getattr(getattr(network, "patch_embed", None), "proj", None), "stride", (1,))
-        if size % max(stride):
+        patches = dict(network.named_modules()).get("patch_embed.proj")
+        stride = max(getattr(patches, "stride", (1,)))
+        if size % stride:
             raise ValueError(
-                f"backbone.image_size is {size}; for {config.name} it must be a multiple of the patches' "
-                f"{max(stride)} px"
+                f"backbone.image_size is {size}; for {config.name} it must be a multiple of the patches' {stride} px"
             )
         for name, module in network.named_modules():
             module.register_forward_hook(lambda *_, name=name: called.add(name))
@@ -310,7 +310,8 @@ def _require_known(config: BackboneConfig) -> None:
         close = difflib.get_close_matches(architecture, timm.list_models(), n=5)
         hint = f"close names: {', '.join(close)}" if close else "timm.list_models() has the names"
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; {hint}")
-    if dot and config.name not in (tags := timm.list_models(f"{architecture}.*", pretrained=True)):
+    tags = timm.list_models(f"{architecture}.*", pretrained=True) if dot else [config.name]
+    if config.name not in tags:
         raise ValueError(f"backbone.name is {config.name!r}, whose tag timm does not know; known: {', '.join(tags)}")
 
 
@@ -339,13 +340,13 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
         given["embed_dim"] = tuple(given["embed_dim"] * 2**stage for stage in range(NUM_STAGES))
     if arguments is _PLAIN:
         for key in ("depths", "num_heads"):
-            numbers = given.get(key, (1,))
-            if len(numbers) != 1:
+            if key not in given:
+                continue
+            if len(given[key]) != 1:
                 raise ValueError(
-                    f"backbone.{key} is {list(numbers)}, and {config.name} has no stages; give a list of one number"
+                    f"backbone.{key} is {list(given[key])}, and {config.name} has no stages; give a list of one number"
                 )
-            if key in given:
-                given[key] = numbers[0]
+            given[key] = given[key][0]
     return {arguments[key]: value for key, value in given.items()}
 
 
@@ -411,7 +412,7 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
     Raises ValueError for a rate above 0 if a backbone has no stochastic depth.
     """
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
-        by_block = [slots for block in backbone.blocks if (slots := _slots(block))]
+        by_block = [slots for slots in map(_slots, backbone.blocks) if slots]
         if rate and not by_block:
             raise ValueError(f"drop_path is {rate}, and {backbone.config.name} has no stochastic depth; set it to 0")
         for index, slots in enumerate(by_block):
@@ -433,8 +434,8 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
         state = _converted(tensors, network)
     except Exception as error:  # any error, because timm's functions raise many kinds for checkpoints that do not fit
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
-    classifiers = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
-    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    classifier = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
+    classifiers = (classifier,) if isinstance(classifier, str) else classifier
     ignored = tuple(f"{name}." for name in (*classifiers, *backbone.layout.unused))
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(ignored)}
     load_strictly(backbone.network, kept, what)
@@ -445,7 +446,8 @@ def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]
     for family in type(network).__mro__:
         module = sys.modules[family.__module__]
         for name in _FILTERS:
-            if callable(convert := getattr(module, name, None)):
+            convert = getattr(module, name, None)
+            if callable(convert):
                 with torch.no_grad():
                     converted: dict[str, Tensor] = convert(dict(tensors), network)
                 return converted
