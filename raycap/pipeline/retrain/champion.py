@@ -201,10 +201,6 @@ class ChampionStore:
             (self.storage / target / name).write_bytes(data)
         return record.model_copy(update={"bundle": target})
 
-    def decision(self, name: str) -> Decision:
-        """Reads the decision in the file `name`."""
-        return Decision.model_validate_json((self.folder / name).read_bytes())
-
     def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
         """{file: token} of files that belong to no decision, by their tokens. Lists two folders of the storage."""
         folders = (self.folder, self.storage / f"models/{self.name}")
