@@ -136,7 +136,7 @@ def _errors_translated(address: str) -> Iterator[None]:
 
 
 def _read(
-    command: str, arguments: Sequence[str], environment: Container[str], secrets: Sequence[str]
+    command: str, arguments: Sequence[str], environment: Iterable[str], secrets: Sequence[str]
 ) -> tuple[str, dict[str, Path], str | None]:
     """Reads the arguments and the configuration as the job will. Raises UserError for what the job would refuse.
 
