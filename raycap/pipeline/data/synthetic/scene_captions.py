@@ -207,7 +207,7 @@ GRAMMARS = {
         ),
         words=_chinese,
         end="。",
-        colors={name: (chinese,) for name, chinese in _CHINESE_COLORS.items()},
-        shapes={name: (noun,) for name, (noun, _) in _CHINESE_SHAPES.items()},
+        colors={name: (_CHINESE_COLORS[name],) for name in _CHINESE_COLORS},
+        shapes={name: _CHINESE_SHAPES[name][:1] for name in _CHINESE_SHAPES},
     ),
 }
