@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:  # the command line cannot be parsed
-        error.show(text := io.StringIO())  # type: ignore[attr-defined]
+        text = io.StringIO()
+        error.show(text)  # type: ignore[attr-defined]
         _print_text(text.getvalue() + _example_of(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):

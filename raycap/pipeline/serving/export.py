@@ -232,8 +232,9 @@ def compare_graphs(
                 beams = [tokens.numpy(), parents.numpy()]
                 exported_log_probs, *other_cache = exported[1]([*beams, *exported_memory, *other_cache])
                 differences.append(_difference(log_probs, exported_log_probs))
-                chosen = torch.randint(tokens.shape[1], (images, BEAMS))
-                parents = torch.arange(images)[:, None] * tokens.shape[1] + chosen
+                # The cache has a row for each beam of the first image, then of the second, and so on.
+                num_beams = tokens.shape[1]
+                parents = torch.arange(images)[:, None] * num_beams + torch.randint(num_beams, (images, BEAMS))
     return max(differences)
 
 
