@@ -111,9 +111,13 @@ class Bundle:
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
     def changed_search(self, given: Mapping[str, object], search: EvaluationSection | None = None) -> EvaluationSection:
-        """The search, or by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError."""
-        changed = changed_search(search or self.search, given)
-        if given:
+        """The search, or by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError.
+
+        Values that are None change nothing.
+        """
+        changes = {key: value for key, value in given.items() if value is not None}
+        changed = changed_search(search or self.search, changes)
+        if changes:
             changed.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
         return changed
 
@@ -172,9 +176,9 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
     digests = digests or require_intact(folder)
     config = read_bundle_config(folder)
-    vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
-    confidences = read_confidences(folder)
     parts = read_parts(config, str(folder / "config.yaml"))
+    confidences = read_confidences(folder)
+    vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
     if len(vocabulary) != parts.sizes.vocabulary_size:
         raise UserError(
             f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {parts.sizes.vocabulary_size}"
@@ -186,11 +190,11 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
         transform = _read(path, lambda file: parse_section(ImageTransform, parse_json(_content(file), str(file))))
         if transform.image_size != size:
             raise UserError(f"{path} has image_size = {transform.image_size}, and config.yaml says {size}")
-    path = folder / "model.safetensors"
-    _read(path, lambda file: _require_room(parts, file))
+    weights = folder / "model.safetensors"
+    _read(weights, lambda file: _require_room(parts, file))
     captioner = build_captioner(*parts)
-    _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
-    digest = digests.get(path.name) or file_digest(path)
+    _read(weights, lambda file: load_strictly(captioner, load_file(file), str(file)))
+    digest = digests.get(weights.name) or file_digest(weights)
     return Bundle(captioner.eval(), vocabulary, transform, config, confidences, digest)
 
 
@@ -221,10 +225,8 @@ def read_confidences(folder: Path) -> tuple[Confidence, ...]:
     path = folder / CONFIDENCE
     if not path.exists():
         return ()
-    fits: tuple[Confidence, ...] = _read(
-        path, lambda file: parse_confidences(read_regular_file(file, MAX_BYTES), str(file))
-    )
-    return fits
+    content: bytes = _read(path, lambda file: read_regular_file(file, MAX_BYTES))
+    return parse_confidences(content, str(path))
 
 
 def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
@@ -291,19 +293,19 @@ def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
         "model.attended_regions": (getattr(model, "attended_regions", None) or 0, MAX_REGIONS),
         "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
     }
-    files: dict[str, tuple[str | None, str | None]] = {"model.word_vectors": (model.word_vectors, None)}
+    other_files = {"model.word_vectors": model.word_vectors}
     if backbone is not None:
         depths = backbone.depths or ()
         limits["the number of backbone.depths"] = (len(depths), MAX_STAGES)
         limits["the sum of backbone.depths"] = (sum(map(abs, depths)), MAX_LAYERS)
         limits["backbone.image_size"] = (backbone.image_size, MAX_IMAGE_SIZE)
-        files["backbone.weights"] = (backbone.weights, "none")
+        other_files["backbone.weights"] = None if backbone.weights == "none" else backbone.weights
     for key, (value, most) in limits.items():
         if value > most:
             raise UserError(f"{path}: {key} is {value}; a bundle may have at most {most}")
-    for key, (name, expected) in files.items():
-        if name != expected:
-            raise UserError(f"{path}: {key} is {quoted(name)}; a bundle contains its weights and opens no other file")
+    for key, file in other_files.items():
+        if file is not None:
+            raise UserError(f"{path}: {key} is {quoted(file)}; a bundle contains its weights and opens no other file")
     return BundleParts(model, sizes, backbone)
 
 
@@ -346,25 +348,26 @@ def fetched(bundle: StoragePath) -> Path:
 def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
     """Raises UserError if a file to fetch is above its limit, or if all of them do not fit on the disk."""
     for name, entry in files.items():
-        size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
-        if size > limit:
+        limit = FILE_LIMITS.get(name, memory_bytes())
+        if entry.size > limit:
             kind = "such a file may have" if name in FILE_LIMITS else "this machine has as memory"
-            raise UserError(f"{bundle / name} has {size} bytes, more than the {limit} that {kind}; give another bundle")
-    size, free = sum(entry.size for entry in files.values()), shutil.disk_usage(cache_folder()).free
-    if size > free:
+            problem = f"has {entry.size} bytes, more than the {limit} that {kind}"
+            raise UserError(f"{bundle / name} {problem}; give another bundle")
+    total, free = sum(entry.size for entry in files.values()), shutil.disk_usage(cache_folder()).free
+    if total > free:
         raise UserError(
-            f"{bundle}: {size} bytes are to be copied to {cache_folder()}, more than the {free} that are free there; "
+            f"{bundle}: {total} bytes are to be copied to {cache_folder()}, more than the {free} that are free there; "
             f"make room, or name a folder on a larger disk by {CACHE_VARIABLE}"
         )
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
     """{file: SHA-256} of the named files of a bundle, by default of all files. Raises UserError if one is missing."""
-    # CONTENT_FILES is for an empty folder, so that the error below names a file that every bundle needs.
-    names = names or [name for name in BUNDLE_FILES if (folder / name).is_file()] or CONTENT_FILES
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    expected = names or REQUIRED_FILES
+    if missing := [name for name in expected if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
-    return {name: file_digest(folder / name) for name in names}
+    present = names or [name for name in BUNDLE_FILES if (folder / name).is_file()]
+    return {name: file_digest(folder / name) for name in present}
 
 
 def seal(folder: Path) -> None:
