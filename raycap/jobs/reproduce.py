@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 EXPANSIONNET = "github.com/jchenghu/ExpansionNet_v2"
 MESHED_MEMORY = "github.com/aimagelab/meshed-memory-transformer"
 SPLITS, IMAGES, REGIONS = "dataset_coco.json", "val2014", "coco_detections.hdf5"
+CONFIGS = package_folder() / "configs"
 COCO = {SPLITS: f"Karpathy's splits, in the drive that the README of {EXPANSIONNET} links"}
 OF_IMPORT = ("model.", "backbone.")  # prefixes of the keys that belong to the import
 TOLERANCE = 0.005  # of CIDEr-D, because the papers print three digits and libraries decode images differently
@@ -38,28 +39,23 @@ TOLERANCE = 0.005  # of CIDEr-D, because the papers print three digits and libra
 class Published:
     """A published model.
 
-    row: the name of the published scores that the model should reproduce. files: by each file's name, what it is and
-    where it can be found.
+    row: the name of the published scores that the model should reproduce. path: the configuration's file. files: by
+    each file's name, what it is and where it can be found.
     """
 
     title: str
     row: str
-    config: str
+    path: Path
     checkpoint: str
     tokens: str
     files: Mapping[str, str]
-
-    @property
-    def path(self) -> Path:
-        """The configuration's file."""
-        return package_folder() / "configs" / self.config
 
 
 PUBLISHED = {
     "expansionnet_v2": Published(
         "ExpansionNet v2",
         "ExpansionNet v2, SCST (paper)",
-        "expansionnet_v2_coco.yaml",
+        CONFIGS / "expansionnet_v2_coco.yaml",
         "rf_model.pth",
         "demo_coco_tokens.pickle",
         {
@@ -72,7 +68,7 @@ PUBLISHED = {
     "meshed_memory": Published(
         "Meshed-Memory Transformer",
         "Meshed-Memory Transformer, SCST (paper)",
-        "meshed_memory_published_coco.yaml",
+        CONFIGS / "meshed_memory_published_coco.yaml",
         "meshed_memory_transformer.pth",
         "vocab.pkl",
         {

@@ -232,14 +232,9 @@ def caption_scores(
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
         return None
-    language = language or settings.data.language
+    language, options = language or settings.data.language, settings.storage.options
     inputs = ScoreInputs.read(
-        settings.evaluation.inputs,
-        language,
-        settings.data,
-        several=several,
-        uris=images.uris(),
-        options=settings.storage.options,
+        settings.evaluation.inputs, language, settings.data, several=several, uris=images.uris(), options=options
     )
     return score_captions(
         references,

@@ -211,10 +211,8 @@ def read_bundle_config(folder: Path) -> Values:
     path = folder / "config.yaml"
     config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
     version = config.get("format") if isinstance(config, dict) else None
-    if not isinstance(version, int) or version < 1:
-        raise UserError(f"{path} does not belong to a bundle: it has no format number")
     if version != FORMAT:
-        raise UserError(f"{folder} is a bundle of format {version}; this version of raycap reads format {FORMAT} only")
+        raise UserError(f"{path} has format {quoted(version)}; this version of raycap reads format {FORMAT} only")
     if not isinstance(config.get("name"), str):
         raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
     return config | {"name": printable(config["name"])}
