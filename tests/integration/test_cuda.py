@@ -199,7 +199,7 @@ def test_a_search_without_memory_takes_smaller_batches(tmp_path: Path, monkeypat
     original = captioning._caption_batch
 
     def limited(*arguments: Any) -> Any:
-        *_, rows, graphs = arguments
+        *_, graphs, rows = arguments
         assert graphs is None  # evaluation.cuda_graph is off
         sizes.append(len(rows))
         if len(rows) > 4:

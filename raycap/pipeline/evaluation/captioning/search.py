@@ -15,6 +15,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import cast
 
@@ -122,12 +123,12 @@ def caption_batches(
         rows = shard[first : first + batch_size]
         hypotheses: Hypotheses = {}
         unreadable: dict[int, str] = {}
-        start = one_by_one_until = 0  # up to this position, images go one at a time to find an unreadable one
+        start = 0
         while start < len(rows):
-            count = 1 if start < one_by_one_until else num_at_a_time
-            batch = rows[start : start + count]
+            batch = rows[start : start + num_at_a_time]
+            caption = partial(_caption_batch, models, inputs, search, context.device, constraints or {}, graphs)
             try:
-                hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch, graphs)
+                found, reasons = _caption_readable(caption, batch, inputs[0].image_ids, search.skip_unreadable)
             except torch.OutOfMemoryError:
                 if graphs is not None:  # graphs take memory of their own
                     graphs = None
@@ -137,16 +138,34 @@ def caption_batches(
                     raise
                 torch.cuda.empty_cache()
                 continue
-            except (BadImage, OSError) as error:
-                is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)
-                if is_storage_at_fault or not search.skip_unreadable:
-                    raise
-                if len(batch) > 1:
-                    one_by_one_until = start + len(batch)
-                    continue
-                unreadable[int(inputs[0].image_ids[batch[0]])] = without_secrets(str(error))
+            hypotheses |= found
+            unreadable |= reasons
             start += len(batch)
         yield hypotheses, unreadable
+
+
+def _caption_readable(
+    caption: Callable[[np.ndarray], Hypotheses], rows: np.ndarray, image_ids: np.ndarray, skip_unreadable: bool
+) -> tuple[Hypotheses, dict[int, str]]:
+    """Calls `caption` for these rows. Returns the captions by image id, and {unreadable id: reason}.
+
+    If an image cannot be read, the images are captioned again one by one, to find which one it is.
+    """
+    try:
+        return caption(rows), {}
+    except (BadImage, OSError) as error:
+        is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)
+        if is_storage_at_fault or not skip_unreadable:
+            raise
+        if len(rows) == 1:
+            return {}, {int(image_ids[rows[0]]): without_secrets(str(error))}
+    hypotheses: Hypotheses = {}
+    unreadable: dict[int, str] = {}
+    for position in range(len(rows)):
+        found, reasons = _caption_readable(caption, rows[position : position + 1], image_ids, skip_unreadable)
+        hypotheses |= found
+        unreadable |= reasons
+    return hypotheses, unreadable
 
 
 def _shard(images: Images, context: Context) -> np.ndarray:
@@ -161,8 +180,8 @@ def _caption_batch(
     search: CaptionSearch,
     device: torch.device,
     constraints: Mapping[int, ConstraintAutomaton],
-    rows: np.ndarray,
     graphs: GraphedSearch | None,
+    rows: np.ndarray,
 ) -> Hypotheses:
     """The captions of the images in these rows, by image id. The other arguments are those of `caption_batches`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
