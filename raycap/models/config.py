@@ -467,10 +467,14 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Views:
-    """`count` augmented versions of each training image."""
+    """`count` augmented versions of each training image.
+
+    as_stored: if true, a reader of image files makes only the versions that a feature store would have, and no others.
+    """
 
     count: int
     augmentation: Augmentation
+    as_stored: bool = False
 
     def keys(self, content_key: str) -> list[str]:
         """Returns the keys of an image's versions in a feature store. Another augmentation gives other keys."""

@@ -53,7 +53,8 @@ REHEARSAL = Scale(  # sizes for a quick test on a CPU
 class Row:
     """One row of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
 
-    samples: how many images or pairs the paper's whole recipe on COCO processes with this kind of call. 0 without one.
+    samples: how many images, or pairs of image and caption, the paper's whole recipe on COCO processes with this kind
+    of call. 0 if the recipe has no such call.
     """
 
     part: str

@@ -234,9 +234,13 @@ class RunFolder:
             return Dataset.load(self.path / "data.arrow")
 
     def training_images(self, stage: StageSection) -> Dataset:
-        """The images that a stage trains on. SCST leaves out the images of sources with `rewarded: false`."""
+        """The images that a stage trains on."""
+        return self.dataset.split(*self.training_splits(stage))
+
+    def training_splits(self, stage: StageSection) -> tuple[str, ...]:
+        """The splits that a stage trains on. SCST leaves out the sources with `rewarded: false`."""
         data = self.config.data
-        return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
+        return tuple(data.rewarded_splits if stage.objective == "scst" else data.train_splits)
 
     def num_samples(self, stage: StageSection) -> int:
         """The number of samples per epoch of a stage. A sample is an (image, caption) pair or an image."""

@@ -40,7 +40,7 @@ class CiderDReward:
     caption_documents: if true, the document frequencies count captions instead of images.
     device: of the captions to score and of the index. `build_index` states the size of the index.
     ground_truth: CIDEr-D of the first caption of an image against its other captions, as the mean over the first 1000
-    images with several captions. The two values are with EOS and without EOS. None if no image has several captions.
+    images with several captions. None if no image has several captions.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CiderDReward:
                 yield captions
 
         self.scorer = build_index(encoded(), caption_documents=caption_documents).to(device)
-        self.ground_truth = _ground_truth(with_several, eos)
+        self.ground_truth = _ground_truth(with_several)
         self._word_ids = None if vocabulary.subwords is None else ids
         ignored = [vocabulary.pad, vocabulary.sos]
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # white space is no word
@@ -93,10 +93,12 @@ class CiderDReward:
 
     def _words(self, caption: str) -> list[str]:
         """The words of a reference, and EOS at the end if EOS counts as a word."""
-        vocabulary = self._vocabulary
-        is_subwords = vocabulary.subwords is not None
-        words = _words_of(caption, self._language) if is_subwords else vocabulary.tokenize(caption)
-        return [word for word in words if word.strip()] + [EOS] * self.eos
+        if self._vocabulary.subwords is None:
+            tokens = self._vocabulary.tokenize(caption)
+        else:
+            tokens = _words_of(caption, self._language)
+        words = [token for token in tokens if token.strip()]
+        return [*words, EOS] if self.eos else words
 
     def _metric_words(self, tokens: Tensor, word_ids: Mapping[str, int]) -> tuple[Tensor, Tensor]:
         """Splits captions of subwords into the metrics' words: ids (R, W) with padding, and the lengths (R,)."""
@@ -104,7 +106,8 @@ class CiderDReward:
         encoded: dict[tuple[int, ...], Tensor] = {}
         for row in dict.fromkeys(rows):
             words = _words_of(self._vocabulary.decode(row), self._language)
-            words += [EOS] if self.eos and self.eos_id in row else []
+            if self.eos and self.eos_id in row:
+                words.append(EOS)
             new_ids: dict[str, int] = {}  # of words that no reference has
             ids = [
                 word_ids[word] if word in word_ids else len(word_ids) + new_ids.setdefault(word, len(new_ids))
@@ -121,17 +124,14 @@ def _words_of(caption: str, language: str) -> list[str]:
     return [word for token in metric_words(caption, language) for word in token.split()]
 
 
-def _ground_truth(images: list[list[list[int]]], eos: bool) -> tuple[float, float] | None:
-    """The mean CIDEr-D of each image's first caption against its others, with EOS and without it."""
+def _ground_truth(images: list[list[list[int]]]) -> float | None:
+    """The mean CIDEr-D of each image's first caption against its others, or None if there are no images."""
     if not images:
         return None
     others = build_index(captions[1:] for captions in images)
     first = [torch.tensor(captions[0], dtype=torch.int64) for captions in images]
-    lengths, indices = torch.tensor([len(caption) for caption in first]), torch.arange(len(first))
-    tokens = pad_sequence(first, batch_first=True)
-    # If EOS counts, EOS is the last token, so captions without their last token are scored without EOS.
-    whole, cut = (others.score(tokens, (lengths - last).clamp(min=0), indices).mean().item() for last in (0, int(eos)))
-    return whole, cut
+    lengths = torch.tensor([len(caption) for caption in first])
+    return others.score(pad_sequence(first, batch_first=True), lengths, torch.arange(len(first))).mean().item()
 
 
 def length(captions: CaptionWords) -> np.ndarray:
@@ -193,7 +193,8 @@ class WeightedReward:
         values = {}
         if CIDER_D in self.weights:
             values[CIDER_D] = self.cider_d(tokens, indices)
-        if names := self.weights.keys() & WORD_REWARDS.keys():
+        names = self.weights.keys() & WORD_REWARDS.keys()
+        if names:
             captions, numbers = self._words(tokens, indices)
             for name in names:
                 values[name] = torch.from_numpy(WORD_REWARDS[name](captions))[numbers].to(tokens.device)
