@@ -20,7 +20,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -178,7 +179,8 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
     config = read_bundle_config(folder)
     parts = read_parts(config, str(folder / "config.yaml"))
     confidences = read_confidences(folder)
-    vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
+    with _naming(folder / "vocabulary.json") as path:
+        vocabulary = Vocabulary.load(path)
     if len(vocabulary) != parts.sizes.vocabulary_size:
         raise UserError(
             f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {parts.sizes.vocabulary_size}"
@@ -186,14 +188,15 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
     transform = None
     if parts.backbone is not None:
         # the recorded transform is used, because another version of timm may have other statistics
-        path, size = folder / "preprocessing.json", parts.backbone.image_size
-        transform = _read(path, lambda file: parse_section(ImageTransform, parse_json(_content(file), str(file))))
+        with _naming(folder / "preprocessing.json") as path:
+            transform = parse_section(ImageTransform, parse_json(_content(path), str(path)))
+        size = parts.backbone.image_size
         if transform.image_size != size:
             raise UserError(f"{path} has image_size = {transform.image_size}, and config.yaml says {size}")
-    weights = folder / "model.safetensors"
-    _read(weights, lambda file: _require_room(parts, file))
-    captioner = build_captioner(*parts)
-    _read(weights, lambda file: load_strictly(captioner, load_file(file), str(file)))
+    with _naming(folder / "model.safetensors") as weights:
+        _require_room(parts, weights)
+        captioner = build_captioner(*parts)
+        load_strictly(captioner, load_file(weights), str(weights))
     digest = digests.get(weights.name) or file_digest(weights)
     return Bundle(captioner.eval(), vocabulary, transform, config, confidences, digest)
 
@@ -208,8 +211,8 @@ class BundleParts(NamedTuple):
 
 def read_bundle_config(folder: Path) -> Values:
     """The content of config.yaml. Raises UserError if it is malformed or has another format than FORMAT."""
-    path = folder / "config.yaml"
-    config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
+    with _naming(folder / "config.yaml") as path:
+        config = parse_yaml(_content(path), str(path))
     version = config.get("format") if isinstance(config, dict) else None
     if version != FORMAT:
         raise UserError(f"{path} has format {quoted(version)}; this version of raycap reads format {FORMAT} only")
@@ -220,11 +223,10 @@ def read_bundle_config(folder: Path) -> Values:
 
 def read_confidences(folder: Path) -> tuple[Confidence, ...]:
     """The confidences of a bundle, one per search, or () if none was fitted. Raises UserError for a malformed file."""
-    path = folder / CONFIDENCE
-    if not path.exists():
+    if not (folder / CONFIDENCE).exists():
         return ()
-    content: bytes = _read(path, lambda file: read_regular_file(file, MAX_BYTES))
-    return parse_confidences(content, str(path))
+    with _naming(folder / CONFIDENCE) as path:
+        return parse_confidences(read_regular_file(path, MAX_BYTES), str(path))
 
 
 def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
@@ -401,12 +403,13 @@ def _content(path: Path) -> bytes:
     return read_regular_file(path, MAX_CONFIG_BYTES)
 
 
-def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """Parses a file of a bundle. If `parse` fails, raises UserError with the file's path."""
+@contextmanager
+def _naming(path: Path) -> Iterator[Path]:
+    """Within the context, turns an error of reading a bundle's file into a UserError with its path. Yields the path."""
     from safetensors import SafetensorError
 
     try:
-        return parse(path)
+        yield path
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error).replace(str(path), 'it', 1)}") from error
 
