@@ -105,8 +105,7 @@ class Explanation:
 
     grid: (rows, columns). attention: (W, N), the cross-attention of the last decoder layer. Each row sums to 1 if the
     tokens before the grid are added. attribution: (W, N), the share of each image token in the change of the word's
-    log-probability, by integrated gradients, or None if it was not computed. steps: the number of integration steps.
-    gap: the largest difference, in nats, between this change and the sum of a word's attributions.
+    log-probability, by integrated gradients, or None if it was not computed.
     """
 
     caption: str
@@ -114,8 +113,6 @@ class Explanation:
     grid: tuple[int, int]
     attention: np.ndarray
     attribution: np.ndarray | None = None
-    steps: int = 0
-    gap: float = 0.0
 
 
 class ConstraintCounts(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import STEPS, cross_attention, integrated_gradients
+from raycap.models.explain.attribution import cross_attention, integrated_gradients
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -183,6 +183,4 @@ class CaptionService:
             if not with_attribution:
                 return explanation
             attribution = integrated_gradients(model, features, ids).head(count)
-        gap = float(attribution.gap.max()) if words else 0.0  # without words, `max` would fail
-        shares = attribution.shares().cpu().numpy()
-        return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
+        return replace(explanation, attribution=attribution.shares().cpu().numpy())
