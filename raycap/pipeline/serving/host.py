@@ -136,11 +136,11 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(f"{address.text}: {NO_BACKBONE}")
-    service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
+    service, transform = CaptionService(bundle, **settings), bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
         digest=bundle.digest[:16],
-        system=model.config.name,
+        system=bundle.captioner.model.config.name,
         image_size=transform.image_size,
         keep_aspect=transform.keep_aspect,
         crop_share=transform.image_size / transform.scaled_side,
