@@ -22,7 +22,7 @@ from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.processor import device_for, float32_products, memory_mb, prepare_processor
 from raycap.pipeline.training.batches import Batch, CaptionTokens, captions_by_stage, target_positions
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
-from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.objectives import make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
 NUM_STEPS = 2  # on a GPU, because the second step needs more memory: the optimizer then has its moments
@@ -41,7 +41,7 @@ class DryRunResult:
 def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     """Tries each stage for a step or two, on random features and the longest captions, and yields the results.
 
-    For SCST, also checks the reward of ground-truth captions. Writes no file.
+    Writes no file.
     """
     folder = folder.on_worker()
     workers = folder.config.workers
@@ -71,9 +71,7 @@ def _try_steps(folder: RunFolder, stage: StageSection, captions: CaptionTokens, 
     captioner = stage_captioner(folder, stage, device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
-    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
-    if reward is not None:
-        check_reward(stage, reward)
+    objective = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     computer = feature_computer(folder, stage, device, undecided="float32")  # needs more memory than bfloat16
     batch = with_features(_longest_batch(folder, stage, captions), computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)

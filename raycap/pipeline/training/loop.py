@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner, build_model
+from raycap.models.captioner import Captioner, build_captioner
+from raycap.models.config import BackboneConfig
 from raycap.models.dropout import set_dropout
-from raycap.models.encoders.backbone import Backbone, set_drop_path
+from raycap.models.encoders.backbone import set_drop_path
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import write_predictions
@@ -41,7 +42,7 @@ from raycap.pipeline.runtime.processor import float32_products, prepare_processo
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, captions_by_stage, seed_of
-from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.objectives import make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
 from raycap.pipeline.training.rewards.reward import CiderDReward
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
@@ -120,20 +121,24 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
     """The captioner with which a stage begins: initial weights, frozen parts, dropout, drop path and precision."""
     config = folder.config
-    model = build_model(config.model, folder.metadata.sizes)
-    set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
-    load_weights(model, folder.weights_before(stage, "model"))
-    backbone = None
-    if stage.train_backbone:
-        backbone = Backbone(config.backbone, with_weights=False)
-        if stage.drop_path is not None:
-            set_drop_path(backbone, stage.drop_path)
-        load_weights(backbone, folder.weights_before(stage, "backbone"))
-        backbone = backbone.to(memory_format=torch.channels_last)
-    captioner = Captioner(model, backbone).to(device)
+    backbone = config.backbone if stage.train_backbone else None
+    captioner = _loaded(folder, backbone, lambda part: folder.weights_before(stage, part)).to(device)
+    set_dropout(captioner.model, config.model.dropout if stage.dropout is None else stage.dropout)
+    if captioner.backbone is not None and stage.drop_path is not None:
+        set_drop_path(captioner.backbone, stage.drop_path)
     for parameter in captioner.frozen_by(stage.freeze):
         parameter.requires_grad_(False)
     return captioner.double() if stage.precision == "float64" else captioner
+
+
+def _loaded(folder: RunFolder, backbone: BackboneConfig | None, weights_of: Callable[[str], Path]) -> Captioner:
+    """A captioner with stored weights. weights_of: returns the file for "model" or "backbone"."""
+    captioner = build_captioner(folder.config.model, folder.metadata.sizes, backbone)
+    for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
+        load_weights(module, weights_of(part))
+    if captioner.backbone is not None:
+        captioner.backbone.to(memory_format=torch.channels_last)
+    return captioner
 
 
 def feature_computer(
@@ -218,7 +223,7 @@ class StageRun:
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
         self.validation_rows = {image: row for row, image in enumerate(validation.column("image_id"))}
         self.total = total_steps(stage, self.batches.num_samples)
-        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
+        self.objective = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:
@@ -238,8 +243,8 @@ class StageRun:
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
         # A stage that had ended early makes no more steps, because it is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
-        if self.reward is not None and progress.step < stop:
-            output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
+        if stage.objective == "scst" and progress.step < stop:
+            output.log("reward", progress.step, {"text": f"SCST {stage.sampling.signature}"})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
@@ -358,7 +363,7 @@ class StageRun:
                 progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
                 captions = {image: hypothesis.caption for image, hypothesis in best.items()}
                 output.save_best(self.captioner, progress.step, captions)
-                if self.reward is not None and score < NO_CIDER:
+                if self.stage.objective == "scst" and score < NO_CIDER:
                     output.log("warning", progress.step, {"text": CANNOT_CLIMB})
             else:
                 progress.since_best += 1
@@ -462,11 +467,5 @@ def caption_split(
 def _delivered_captioner(folder: RunFolder) -> Captioner:
     """The captioner that a run delivers, with a backbone only if the run has trained the backbone."""
     config = folder.config
-    model = build_model(config.model, folder.metadata.sizes)
-    load_weights(model, folder.delivered_weights("model"))
-    weights = folder.delivered_weights("backbone") if config.has_backbone else None
-    if weights is None or weights.parent == folder.path / "init":
-        return Captioner(model)
-    backbone = Backbone(config.backbone, with_weights=False)
-    load_weights(backbone, weights)
-    return Captioner(model, backbone.to(memory_format=torch.channels_last))
+    has_trained = config.has_backbone and folder.delivered_weights("backbone").parent != folder.path / "init"
+    return _loaded(folder, config.backbone if has_trained else None, folder.delivered_weights)

@@ -43,7 +43,6 @@ from raycap.pipeline.training.batches import Batch
 from raycap.pipeline.training.rewards.reward import CiderDReward, WeightedReward
 
 DEVIATION_EPS = 1e-4  # avoids division by 0, and is small beside CIDEr-D's standard deviation of 0.1 to 1
-MIN_GROUND_TRUTH = 0.05  # `check_reward` refuses data whose ground-truth captions have a lower CIDEr-D
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,16 @@ Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
 def make_objective(
-    stage: StageSection,
-    captioner: Captioner,
-    train: Dataset,
-    vocabulary: Vocabulary,
-    language: str,
-) -> tuple[Objective, WeightedReward | None]:
-    """The objective of a stage, and the reward if the stage is SCST, else None.
+    stage: StageSection, captioner: Captioner, train: Dataset, vocabulary: Vocabulary, language: str
+) -> Objective:
+    """The objective of a stage.
 
     train: the stage's training images. captioner: has the weights that the stage starts from, on the stage's device. If
     `kl` is set, the objective copies these weights, so a resumed stage must call this function before it restores its
     checkpoint. language: the language of the captions.
     """
     if stage.objective == "cross_entropy":
-        return cross_entropy_objective(stage), None
+        return cross_entropy_objective(stage)
     section, device = stage.sampling, next(captioner.parameters()).device
     cider_d = CiderDReward(
         train.texts_by_image(vocabulary.tokenizer),
@@ -93,7 +88,7 @@ def make_objective(
     captions = train.table["captions"].combine_chunks()  # a row of one chunk is found faster than one of many
     reward = WeightedReward(section.reward, cider_d, lambda row: captions[row].as_py(), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
-    return scst_objective(stage, reward, vocabulary.pad, reference), reward
+    return scst_objective(stage, reward, vocabulary.pad, reference)
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -108,12 +103,7 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
     return compute
 
 
-def scst_objective(
-    stage: StageSection,
-    reward: Reward,
-    pad: int,
-    reference: Captioner | None = None,
-) -> Objective:
+def scst_objective(stage: StageSection, reward: Reward, pad: int, reference: Captioner | None = None) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
     reference: the reference model of `kl`, in evaluation mode. The reference needs memory for its weights, and adds a
@@ -180,23 +170,6 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
     if section.divide_by_deviation:
         return advantages / (rewards.std(1, correction=0, keepdim=True) + DEVIATION_EPS)
     return advantages
-
-
-def check_reward(stage: StageSection, reward: WeightedReward) -> str:
-    """Checks a reward on ground-truth captions. Returns a line for the log with their CIDEr-D and SCST's signature.
-
-    Raises ValueError if ground truth scores near zero, because SCST then has nothing to optimize.
-    """
-    text = f"SCST {stage.sampling.signature}"
-    score = reward.cider_d.ground_truth
-    if score is None:
-        return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
-    if score < MIN_GROUND_TRUTH:
-        raise ValueError(
-            f"stage {stage.name}: ground-truth captions score {score:.4f} against the other captions of their "
-            "image: these captions have nothing in common, or belong to other images; check the data"
-        )
-    return f"{text}; ground truth scores {score:.3f} against its image's other captions"
 
 
 def _sample_captions(

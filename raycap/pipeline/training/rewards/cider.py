@@ -193,10 +193,10 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
     pairs = bigram_keys(words[:, :-1], words[:, 1:])
     number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
     number = number.where(in_table, -1)
-    first, last = number[:, :-1], words[:, 2:]
-    three = ((first << 30 | last) << 2 | 2).where(first >= 0, -1)
-    first, last = number[:, :-2], number[:, 2:]
-    four = ((first << 30 | last) << 2 | 3).where((first >= 0) & (last >= 0), -1)
+    first, last_word = number[:, :-1], words[:, 2:]
+    three = ((first << 30 | last_word) << 2 | 2).where(first >= 0, -1)
+    first_two, last_two = number[:, :-2], number[:, 2:]
+    four = ((first_two << 30 | last_two) << 2 | 3).where((first_two >= 0) & (last_two >= 0), -1)
     return [words << 2, pairs, three, four]
 
 
