@@ -28,7 +28,7 @@ def bench_metrics(
 
     BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed. A
     prediction is one of the image's references with words left out and swapped. By default the references are captions
-    of the demo's scenes. pycocoevalcap's time includes its tokenizer only where Java is installed.
+    of the demo's scenes. pycocoevalcap's time has no tokenization.
 
     Example: python benchmarks/metrics.py --images 5000
     """
@@ -57,30 +57,24 @@ def _pycocoevalcap(
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    # pycocoevalcap's format, first of the references, then of the predictions
-    raw = [{image: [{"caption": text} for text in texts] for image, texts in captions.items()}]
-    raw.append({image: [{"caption": predictions[image]}] for image in captions})
-    try:
-        tokenized, tokenizer_seconds = median_seconds(lambda: [PTBTokenizer().tokenize(part) for part in raw], repeats)
-        parts = f"its tokenizer (Java) {tokenizer_seconds:.2f} s"
-    except OSError as error:  # no java, or its package folder cannot be written
-        rows = ptb.tokenize_all([text["caption"] for part in raw for texts in part.values() for text in texts])
-        lines = iter(" ".join(tokens) for tokens in rows)
-        tokenized = [{image: [next(lines) for _ in texts] for image, texts in part.items()} for part in raw]
-        tokenizer_seconds, parts = 0.0, f"without its tokenizer ({error})"
+    def tokenized(texts_of: dict[ImageId, list[str]]) -> dict[ImageId, list[str]]:
+        """The captions of each image, tokenized by raycap, because pycocoevalcap's tokenizer needs Java."""
+        lines = iter(ptb.tokenize_all([text for texts in texts_of.values() for text in texts]))
+        return {image: [" ".join(next(lines)) for _ in texts] for image, texts in texts_of.items()}
+
+    of_references, of_predictions = tokenized(captions), tokenized({image: [predictions[image]] for image in captions})
 
     def score() -> dict[str, Score]:
-        values, per_image = Bleu(len(BLEU)).compute_score(*tokenized, verbose=0)
+        values, per_image = Bleu(len(BLEU)).compute_score(of_references, of_predictions, verbose=0)
         scores = {name: Score(values[n], per_image[n]) for n, name in enumerate(BLEU)}
         for name, scorer in (("ROUGE-L", Rouge()), ("CIDEr-D", Cider())):
-            value, per_image = scorer.compute_score(*tokenized)
+            value, per_image = scorer.compute_score(of_references, of_predictions)
             scores[name] = Score(float(value), list(map(float, per_image)))
         return scores
 
     scores, seconds = median_seconds(score, repeats)
-    print(f"  pycocoevalcap  {tokenizer_seconds + seconds:6.2f} s  {parts}, scorers {seconds:.2f} s")
+    print(f"  pycocoevalcap  {seconds:6.2f} s  the same, without tokenization")
     return scores
 
 

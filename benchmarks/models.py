@@ -121,26 +121,27 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # used as a decorator
     rows = []
 
-    def compare(name: str, materialized: Callable[[], Any], factorized: Callable[[], Any], *targets: float) -> None:
-        """Adds a row for float32 with the first of the required speedups, and one for bfloat16 if there is a second."""
-        runs = [materialized, factorized, in_bfloat16(factorized)][: 1 + len(targets)]
+    def compare(
+        name: str, materialized: Callable[[], Any], factorized: Callable[[], Any], targets: dict[str, float]
+    ) -> None:
+        """Adds a row for each precision of the factorized form. targets: {precision: the required speedup}."""
+        runs = {"materialized": materialized, "float32": factorized, "bfloat16": in_bfloat16(factorized)}
         # The runs take turns, so that a busy moment of the machine affects all of them. The first round warms up.
-        rounds = [[timed(run, device)[1] for run in runs] for _ in range(repeats + 1)][1:]
-        slow_seconds, *fast_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
-        for precision, target, seconds in zip(("float32", "bfloat16"), targets, fast_seconds, strict=False):
-            rows.append(Row(f"{name}, {precision}", target, slow_seconds, seconds))
+        rounds = [{key: timed(run, device)[1] for key, run in runs.items()} for _ in range(repeats + 1)]
+        seconds = {key: statistics.median(times[key] for times in rounds[1:]) for key in runs}
+        for precision, target in targets.items():
+            rows.append(Row(f"{name}, {precision}", target, seconds["materialized"], seconds[precision]))
 
-    compare(
-        "dynamic expansion, forward", lambda: dynamic_expansion(dynamic, words, causal), lambda: dynamic(words), 4.0
-    )
-    compare(
-        "static expansion, forward", lambda: static_expansion(static, patches, None), lambda: static(patches, None), 1.7
-    )
+    slow_dynamic = partial(dynamic_expansion, dynamic, words, causal)
+    compare("dynamic expansion, forward", slow_dynamic, partial(dynamic, words), {"float32": 4.0})
+    slow_static = partial(static_expansion, static, patches, None)
+    compare("static expansion, forward", slow_static, partial(static, patches, None), {"float32": 1.7})
+    targets = {"float32": 9.0, "bfloat16": 20.0}
     for name, decode in (
         (f"beam {BEAMS} to {CAPTION_TOKENS} tokens", search),
         (f"{SAMPLES} samples to {CAPTION_TOKENS} tokens", draw_samples),
     ):
-        compare(f"{name}, with encoder", partial(decode, slow, features), partial(decode, model, features), 9.0, 20.0)
+        compare(f"{name}, with encoder", partial(decode, slow, features), partial(decode, model, features), targets)
     return rows
 
 

@@ -91,7 +91,9 @@ def training(scale: Scale, device: torch.device) -> Rows:
 
 def compiled(scale: Scale, device: torch.device) -> Rows:
     """Steps of the four stages in bfloat16 with compiled layers. Runs as the last part, because compiling is slow."""
-    for stage in STAGES if device.type == "cuda" else ():
+    if device.type != "cuda":
+        return
+    for stage in STAGES:
         case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
         yield training_row("compiled", case, scale, device)
 

@@ -39,17 +39,20 @@ class ModelAddress:
         return self.text.removeprefix(CHAMPION) if self.text.startswith(CHAMPION) else None
 
     def resolve(self) -> StoredBundle:
-        """The bundle that is at the address now. A champion's bundle has the digests from champion.json.
+        """The bundle that is at the address now.
 
         Raises UserError if there is no such bundle or champion, and StorageError if the storage does not answer.
         """
-        name = self.champion
-        if name is None:
-            location = storage_path(self.text, self.storage.options)
-            if not location.is_remote and not location.path.is_dir():
-                raise UserError(f"{self.text}: no such folder; give a model bundle, such as results/models/NAME/RUN")
-            location.require_answer()
-            return StoredBundle(location)
+        if self.champion is not None:
+            return self._bundle_of_champion(self.champion)
+        location = storage_path(self.text, self.storage.options)
+        if not location.is_remote and not location.path.is_dir():
+            raise UserError(f"{self.text}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+        location.require_answer()
+        return StoredBundle(location)
+
+    def _bundle_of_champion(self, name: str) -> StoredBundle:
+        """The bundle of a configuration's champion, with the digests from champion.json."""
         if not _NAME.fullmatch(name):
             raise UserError(f"{shown(self.text)} names no configuration; give champion:NAME, as in retrain/NAME")
         self.storage.require_answer()

@@ -186,6 +186,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
         """The page, for which no token is needed, because the page contains no data of the server."""
         return HTMLResponse(html, headers=page_headers)
 
+    # Options of routes: a closed one needs access, a queued one also its turn.
     closed: Values = {
         "dependencies": [Depends(server.admit)],
         "responses": {"4XX": {"model": Error}, "5XX": {"model": Error}},
@@ -208,13 +209,14 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
 
 def refuse(_: Request, error: Exception) -> Response:
     """The answer to a request that raised RefusedError, or HTTPException of Starlette: one sentence as JSON."""
-    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
-        headers |= error.headers or {}
+        headers = dict(error.headers or {})
         allowed = headers.get("Allow", "another method")  # Starlette names the methods there
         sentences = {404: "there is no such path", 405: f"this path answers {allowed} only"}
-        error = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
+        sentence = sentences.get(error.status_code, str(error.detail))
+        return JSONResponse({"error": sentence}, error.status_code, headers)
     assert isinstance(error, RefusedError)
+    headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:

@@ -112,8 +112,7 @@ class LoadedModel:
 
     def caption(self, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
         """Captions images (H, W, 3) uint8. Raises UserError if the model does not support the search."""
-        given = {"beam_size": search.beam_size, "max_length": search.max_length}
-        changes = {key: value for key, value in given.items() if value is not None}
+        changes = {"beam_size": search.beam_size, "max_length": search.max_length}
         settings = self.service.changed_search(changes, search.num_results)
         return self.service.caption(self.normalized(pixels), settings)
 
@@ -137,11 +136,11 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(f"{address.text}: {NO_BACKBONE}")
-    service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
+    service, transform = CaptionService(bundle, **settings), bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
         digest=bundle.digest[:16],
-        system=model.config.name,
+        system=bundle.captioner.model.config.name,
         image_size=transform.image_size,
         keep_aspect=transform.keep_aspect,
         crop_share=transform.image_size / transform.scaled_side,
