@@ -22,7 +22,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, differences
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
@@ -256,7 +256,7 @@ def _content_of_others(others: Sequence[EvaluatedModel], scores: SeedScores, gap
     """The part of scores.json about the other system. gaps: the differences from the other system."""
     splits = scores.to_json()
     for split, by_metric in gaps.items():
-        splits[split]["differences"] = differences_json(by_metric)
+        splits[split]["differences"] = {metric: asdict(difference) for metric, difference in by_metric.items()}
     return {"models": {model.label: model.name for model in others}, "splits": splits}
 
 

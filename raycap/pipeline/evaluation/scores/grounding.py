@@ -68,14 +68,13 @@ class Objects:
     @cached_property
     def _phrases(self) -> dict[tuple[str, ...], str]:
         """{words of a name: object} for all names."""
-        forms = _with_plurals if self.language == ENGLISH else lambda name: (name,)
-        phrases = {
-            tuple(metric_words(form, self.language)): object_name
-            for object_name, names in self.names.items()
-            for name in names
-            for form in forms(name)
-        }
-        return {phrase: object_name for phrase, object_name in phrases.items() if phrase}
+        phrases = {}
+        for object_name, names in self.names.items():
+            for name in names:
+                for form in _with_plurals(name) if self.language == ENGLISH else [name]:
+                    phrases[tuple(metric_words(form, self.language))] = object_name
+        phrases.pop((), None)  # of a name without words, such as "!"
+        return phrases
 
     @cached_property
     def _max_words(self) -> int:
@@ -88,13 +87,11 @@ class Objects:
         """
         found, start = [], 0
         while start < len(words):
-            for length in range(min(self._max_words, len(words) - start), 0, -1):
-                if (object_name := self._phrases.get(tuple(words[start : start + length]))) is not None:
-                    found.append(object_name)
-                    start += length
-                    break
-            else:
-                start += 1
+            phrases = [tuple(words[start:end]) for end in range(start + 1, start + self._max_words + 1)]
+            longest = next((phrase for phrase in reversed(phrases) if phrase in self._phrases), None)
+            if longest is not None:
+                found.append(self._phrases[longest])
+            start += 1 if longest is None else len(longest)
         return found
 
     def in_image(self, image: object, references: Iterable[Sequence[str]]) -> set[str]:
@@ -119,10 +116,10 @@ def read_names(path: Path) -> dict[str, tuple[str, ...]]:
         lines = read_document(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"evaluation.inputs.objects: {path} cannot be read as text: {error}") from error
-    rows = [[name.strip() for name in line.split(",")] for line in lines if line.strip()]
     objects: dict[str, tuple[str, ...]] = {}
     owner: dict[str, str] = {}  # the object of each name
-    for first, *others in rows:
+    for line in filter(str.strip, lines):
+        first, *others = map(str.strip, line.split(","))
         for name in dict.fromkeys((first, *others)):
             if not name or len(name) > MAX_NAME:
                 raise UserError(
@@ -219,16 +216,18 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
     gives equal values if it scores one pair at a time. In a batch it also matches tokens with padding of the value 0.
     """
     caption_ids = encoder.ids(captions)
-    flat = iter(encoder.ids([text for texts in references for text in texts]))
-    reference_ids = [[next(flat) for _ in texts] for texts in references]
+    all_reference_ids = iter(encoder.ids([text for texts in references for text in texts]))
+    reference_ids = [[next(all_reference_ids) for _ in texts] for texts in references]
     num_references = sum(map(len, references))
-    counts = Counter(token for image in reference_ids for ids in image for token in set(ids))
+    counts: Counter[int] | None = None  # {token: number of references that contain it}
+    if encoder.uses_idf:
+        counts = Counter(token for image in reference_ids for ids in image for token in set(ids))
     scores = np.full((len(captions), 3), -np.inf)
     for start in range(0, len(captions), IMAGES_AT_ONCE):
         part = range(start, min(start + IMAGES_AT_ONCE, len(captions)))
         texts = list(dict.fromkeys(ids for image in part for ids in (caption_ids[image], *reference_ids[image])))
         vectors = dict(zip(texts, encoder.vectors(texts), strict=True))
-        weights = {ids: _token_weights(ids, counts if encoder.uses_idf else None, num_references) for ids in texts}
+        weights = {ids: _token_weights(ids, counts, num_references) for ids in texts}
         for image in part:
             caption = caption_ids[image]
             for reference in reference_ids[image]:
@@ -244,12 +243,15 @@ def greedy_match(
     if min(len(caption), len(reference)) <= 2:  # one of the texts has only its two marks
         return 0.0, 0.0, 0.0
     cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
-    precision, recall = (
-        float(nearest @ weights / weights.sum()) if weights.any() else 0.0
-        for nearest, weights in ((cosine.max(1), caption_weights), (cosine.max(0), reference_weights))
-    )
+    precision = _weighted_mean(cosine.max(1), caption_weights)
+    recall = _weighted_mean(cosine.max(0), reference_weights)
     total = precision + recall
     return precision, recall, 2 * precision * recall / total if total else 0.0
+
+
+def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:
+    """The mean of values (T,) with weights (T,), or 0 if all weights are 0."""
+    return float(values @ weights / weights.sum()) if weights.any() else 0.0
 
 
 def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -> np.ndarray:
