@@ -166,7 +166,7 @@ class Evaluator:
     def check(self, systems: Sequence[Sequence[StoragePath]]) -> None:
         """Logs the models and the data. Raises UserError if the constraints do not fit the search or a vocabulary."""
         if self.options.constraints is not None:
-            self.settings.evaluation.require_constraints(f"--constraints {self.options.constraints}")
+            self.settings.evaluation.check_takes_constraints(f"--constraints {self.options.constraints}")
         for bundles in systems:
             find_automata(bundles[0], self.images, self.options)
         logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in systems)}")

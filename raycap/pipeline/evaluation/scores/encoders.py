@@ -122,19 +122,18 @@ def _encoded(encode: Callable[[Sequence[Any]], Tensor], items: Sequence[object])
 class BertEncoder:
     """Computes vectors of texts' tokens with a BERT or RoBERTa of transformers, whose files are read at the first use.
 
-    uses_idf: if True, tokens that are rare in the references get larger weights. Methods and properties raise
-    UnavailableError if the files are not those of such a model.
+    Methods and properties raise UnavailableError if the files are not those of such a model.
     """
 
     def __init__(self, section: TextEncoderSection) -> None:
-        self._section, self.uses_idf = section, section.idf
+        self._section = section
         self._folder = Path(section.folder).expanduser()
 
     @property
     def name(self) -> str:
-        """The first digits of the files' digests, the layer, and whether idf is used, for the signature of scores."""
+        """The first digits of the files' digests, and the layer, for the signature of scores."""
         digests = [weights_file_digest(Path(file))[:10] for file in self._section.model_files().values()]
-        return "-".join([*digests, f"L{self._section.layer}", "idf" if self.uses_idf else "no-idf"])
+        return "-".join([*digests, f"L{self._section.layer}"])
 
     @cached_property
     def _model(self) -> Any:

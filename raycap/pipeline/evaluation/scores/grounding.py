@@ -6,8 +6,7 @@ CHAIR needs a file of words, with one line per object: its name, and after comma
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import read_document
 
 if TYPE_CHECKING:  # not at run time, because the module imports torch
-    from raycap.pipeline.evaluation.scores.encoders import BertEncoder, Ids
+    from raycap.pipeline.evaluation.scores.encoders import BertEncoder
 
 # English plurals that the rules of `_with_plurals` do not form: {end of the singular: end of the plural}
 _PLURALS = {
@@ -212,53 +211,30 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
     with the nearest token of the reference, and each token of the reference with the nearest one of the caption. The
     precision is the mean cosine over the caption's tokens, and the recall is the mean cosine over the reference's
     tokens. The marks at both ends of a text can be matched, but have no weight in the means. A text without tokens
-    scores 0. With idf, a token's weight is log((N + 1) / (n + 1)) if n of the N references contain it. The package
-    gives equal values if it scores one pair at a time. In a batch it also matches tokens with padding of the value 0.
+    scores 0. All tokens have equal weights. The package gives equal values if it scores one pair at a time without idf.
+    In a batch it also matches tokens with padding of the value 0.
     """
     caption_ids = encoder.ids(captions)
     all_reference_ids = iter(encoder.ids([text for texts in references for text in texts]))
     reference_ids = [[next(all_reference_ids) for _ in texts] for texts in references]
-    num_references = sum(map(len, references))
-    counts: Counter[int] | None = None  # {token: number of references that contain it}
-    if encoder.uses_idf:
-        counts = Counter(token for image in reference_ids for ids in image for token in set(ids))
     scores = np.full((len(captions), 3), -np.inf)
     for start in range(0, len(captions), IMAGES_AT_ONCE):
         part = range(start, min(start + IMAGES_AT_ONCE, len(captions)))
         texts = list(dict.fromkeys(ids for image in part for ids in (caption_ids[image], *reference_ids[image])))
         vectors = dict(zip(texts, encoder.vectors(texts), strict=True))
-        weights = {ids: _token_weights(ids, counts, num_references) for ids in texts}
         for image in part:
             caption = caption_ids[image]
             for reference in reference_ids[image]:
-                values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
+                values = greedy_match(vectors[caption], vectors[reference])
                 scores[image] = np.maximum(scores[image], values)
     return scores
 
 
-def greedy_match(
-    caption: np.ndarray, reference: np.ndarray, caption_weights: np.ndarray, reference_weights: np.ndarray
-) -> tuple[float, float, float]:
-    """The precision, recall and F1 of one pair of texts, from their unit vectors (T, W) and token weights (T,)."""
+def greedy_match(caption: np.ndarray, reference: np.ndarray) -> tuple[float, float, float]:
+    """The precision, recall and F1 of one pair of texts, from the unit vectors (T, W) of their tokens and marks."""
     if min(len(caption), len(reference)) <= 2:  # one of the texts has only its two marks
         return 0.0, 0.0, 0.0
     cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
-    precision = _weighted_mean(cosine.max(1), caption_weights)
-    recall = _weighted_mean(cosine.max(0), reference_weights)
+    precision, recall = float(cosine.max(1)[1:-1].mean()), float(cosine.max(0)[1:-1].mean())
     total = precision + recall
     return precision, recall, 2 * precision * recall / total if total else 0.0
-
-
-def _weighted_mean(values: np.ndarray, weights: np.ndarray) -> float:
-    """The mean of values (T,) with weights (T,), or 0 if all weights are 0."""
-    return float(values @ weights / weights.sum()) if weights.any() else 0.0
-
-
-def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -> np.ndarray:
-    """The weight of each token of a text (T,), 0 for its marks. counts: references per token, or None without idf."""
-    if counts is None:
-        weights = np.ones(len(ids))
-    else:
-        weights = np.array([math.log((num_references + 1) / (counts[token] + 1)) for token in ids])
-    weights[[0, -1]] = 0.0
-    return weights
