@@ -167,17 +167,21 @@ class ResultsFolder:
         folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        if not self.place.is_remote:
+            yield
+            return
+        is_uploaded = False
         try:
             yield
-        except BaseException:
-            if self.place.is_remote and any(self.path.iterdir()):
+            is_uploaded = True
+        finally:
+            if is_uploaded or not any(self.path.iterdir()):
+                # The parent was made for these results, and also has the record of what was uploaded.
+                shutil.rmtree(self.path.parent, ignore_errors=True)
+            else:
                 logger.warning(
                     f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
                 )
-            raise
-        if self.place.is_remote:
-            # The parent was made for these results, and also has the record of what was uploaded.
-            shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""
