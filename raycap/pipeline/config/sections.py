@@ -757,7 +757,9 @@ class RetrainSection(Section):
 
 def _system(model: object) -> str:
     """The value of `name` in a section `model`, which selects the class that checks the section."""
-    return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
+    if isinstance(model, dict):
+        return str(model.get("name", "expansionnet_v2"))
+    return str(getattr(model, "name", ""))
 
 
 if TYPE_CHECKING:
