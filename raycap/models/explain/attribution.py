@@ -6,10 +6,9 @@ log p(word | words before it, features) times the features is integrated along t
 image's features.
 
 The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at zeros. The
-integral is a Gauss-Legendre sum over S points, which is exact for polynomials up to degree 2 S - 1. The remaining error
-is reported as the gap. More points do not close every gap, because gradients miss jumps of log p. ExpansionNet v2 has
-jumps where the last positive score of a row or group passes 0, of 0.04 to 0.12 nats in a trained model. The other
-systems are continuous.
+integral is a Gauss-Legendre sum over S points, which is exact for polynomials up to degree 2 S - 1. More points do not
+remove every error, because gradients miss jumps of log p. ExpansionNet v2 has jumps where the last positive score of a
+row or group passes 0, of 0.04 to 0.12 nats in a trained model. The other systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
 R points on the line that are computed at a time.
@@ -18,14 +17,15 @@ R points on the line that are computed at a time.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raycap.models.base import CaptionModel, Features, Memory, evaluating, hooked, map_tensors
+from raycap.models.base import CaptionModel, Features, Memory, evaluating, map_tensors
 from raycap.models.layers import CrossAttention, split_heads
 
 STEPS = 64  # the number of points on the line
@@ -42,7 +42,7 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     cross-attention, because the model's fused attention does not return them. Raises ValueError for a model without
     cross-attention.
     """
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, CrossAttention)]
+    layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no cross-attention to show")
     weights: list[Tensor] = []
@@ -59,7 +59,10 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
         rows = by_head.transpose(1, 2).reshape(*x.shape[:2], layer.num_heads, -1)
         weights.append(model.predicting(rows).movedim(2, 0))
 
-    with evaluating(model), hooked(layers, record):
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for layer in layers:
+            stack.enter_context(layer.register_forward_pre_hook(record))
         model.decode(memory, tokens[:, :-1])
     return torch.stack(weights)
 
@@ -70,11 +73,6 @@ class Attribution:
 
     values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
     change: Tensor  # (W,), log p at the features minus log p at all-zero features
-
-    @property
-    def gap(self) -> Tensor:
-        """The error (W,) of the integral in nats: the difference between the sum of a word's values and its change."""
-        return (self.values.sum(1) - self.change).abs()
 
     def shares(self) -> Tensor:
         """Returns each word's values (W, N) divided by the absolute value of their sum, unless the sum is 0.
@@ -94,13 +92,8 @@ def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor
     """Attributes every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
     steps: the number of points on the line. Each group of ROWS points takes one forward pass, and one backward pass per
-    word, so that memory does not grow with the number of steps. Raises ValueError for other shapes.
+    word, so that memory does not grow with the number of steps.
     """
-    if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
-        raise ValueError(
-            f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
-            "(1, tokens, width) and one caption of SOS and a word or more"
-        )
     # inference mode is turned off, because the caller may have turned it on, and its tensors get no gradient
     with evaluating(model), torch.inference_mode(False):
         line = _Line(model, features, tokens.clone())

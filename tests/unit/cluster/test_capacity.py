@@ -11,7 +11,7 @@ from raycap.pipeline.cluster.capacity import ClusterStatus
 
 
 def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
-    values = {"used": 0.0, "pending": [], "num_starting": 0}
+    values = {"pending": [], "num_starting": 0}
     return ClusterStatus(nodes=nodes, **values | changes)  # type: ignore[arg-type]
 
 

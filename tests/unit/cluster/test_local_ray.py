@@ -35,5 +35,5 @@ def test_the_token_of_a_local_ray_is_never_shown(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("atexit.register", lambda _: None)
     without_secrets("the environment is read once")
-    _start_local_ray()
+    _start_local_ray(2)
     assert without_secrets(f"bad: {os.environ['RAY_AUTH_TOKEN']}") == "bad: ${RAY_AUTH_TOKEN}"

@@ -14,7 +14,7 @@ from raycap.pipeline.cluster.stalls import SIGNAL, StalledError, StallWatch
 from raycap.pipeline.config.sections import WorkersSection
 
 WORKERS = WorkersSection(max_stall_minutes=10)
-PENDING = ClusterStatus(nodes=[{"CPU": 1}], used=1.0, pending=[{"CPU": 8}], num_starting=0)
+PENDING = ClusterStatus(nodes=[{"CPU": 1}], pending=[{"CPU": 8}], num_starting=0)
 
 
 @pytest.fixture
