@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json, paired_difference
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
 from raycap.pipeline.evaluation.evaluate import common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
@@ -141,7 +141,7 @@ def write_comparison(
     An error of the page is only logged. models: with their results on the split. The first model is the baseline.
     """
     compared = _compared(models, split)
-    scores = score_table([*compared.results.values()], with_alignment=True)
+    scores = score_table([*compared.results.values()])
     logger.info(f"\n{format_table(*scores)}\n\n{format_table(*_cost_table(compared.costs))}\n")
     content = _content(compared, split)
     (place / "compare.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
@@ -205,7 +205,10 @@ def _content(compared: Comparison, split: str) -> Values:
             name: {metric: [each.low, each.high] for metric, each in by_metric.items()}
             for name, by_metric in compared.intervals.items()
         },
-        "differences": {name: differences_json(by_metric) for name, by_metric in compared.differences.items()},
+        "differences": {
+            name: {metric: asdict(each) for metric, each in by_metric.items()}
+            for name, by_metric in compared.differences.items()
+        },
         "costs": compared.costs,
     }
 
@@ -213,7 +216,7 @@ def _content(compared: Comparison, split: str) -> Values:
 def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Report:
     """The page compare.html. pictures: from `_pictures`."""
     first, scores = compared.first, compared.models[compared.first].scores
-    columns, rows = score_table([*compared.results.values()], with_alignment=True)
+    columns, rows = score_table([*compared.results.values()])
     note = f"Means over the images with {INTERVAL_NOTE}."
     if any("METEOR" in by_metric for by_metric in compared.intervals.values()):
         note += f" {METEOR_NOTE}"

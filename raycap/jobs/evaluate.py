@@ -21,7 +21,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
@@ -164,7 +164,7 @@ class Evaluator:
     def check(self, systems: Sequence[Sequence[StoragePath]]) -> None:
         """Logs the models and the data. Raises UserError if the constraints do not fit the search or a vocabulary."""
         if self.options.constraints is not None:
-            self.settings.evaluation.require_constraints(f"--constraints {self.options.constraints}")
+            self.settings.evaluation.check_takes_constraints(f"--constraints {self.options.constraints}")
         for bundles in systems:
             find_automata(bundles[0], self.images, self.options)
         logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in systems)}")
@@ -230,7 +230,7 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
         for split in scores.splits:
             logger.info(split)
             gaps[split] = compare([model.scores[split] for model in ours], [model.scores[split] for model in others])
-            splits[split]["differences"] = differences_json(gaps[split])
+            splits[split]["differences"] = {metric: asdict(gap) for metric, gap in gaps[split].items()}
         content["compared"] = {"models": _names(others), "splits": splits}
     write_summary(place, content, columns, _page_rows(sides, gaps), metadata)
     logger.info(f"seeds        {place}")

@@ -36,7 +36,6 @@ from raycap.pipeline.storage.untrusted.documents import (
 )
 
 SectionType = TypeVar("SectionType")
-MAX_KEY_PARTS = 20  # in a dotted key
 DATA_FILE_SECTIONS = ("data", "features", "evaluation")
 # pydantic's types of errors for a key that is missing, and for a key that the section does not have
 MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpected_keyword_argument")
@@ -66,13 +65,11 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
         raise UserError(f"key data is missing in {path}; add the section of the images")
     features = changes.get("features")
     has_regions = isinstance(features, dict) and features.get("hdf5") is not None
+    if has_regions and config.has_backbone:
+        raise UserError(f"{path}: features.hdf5 is for a model on region features, which this one is not; leave it out")
     # Ids of two data sets may be equal, so without this check a model could get the regions of other images.
-    if has_regions == config.has_backbone:
-        problem = "are for a model" if has_regions else "are missing, and the model is"
-        raise UserError(
-            f"{path}: region features (features.hdf5) {problem} on region features; "
-            + ("leave them out" if has_regions else "name the HDF5 file of these images")
-        )
+    if not has_regions and not config.has_backbone:
+        raise UserError(f"{path}: features.hdf5 is missing; name the HDF5 file with the regions of these images")
     values = config.model_dump(mode="json") | {"data": {}}
     # Defaults of `evaluation` are left out, because a bundle's protocol gives the keys that were not set.
     values["evaluation"] = config.evaluation.model_dump(mode="json", exclude_unset=True)
@@ -101,9 +98,11 @@ def read_file(path: Path) -> Values:
 
 def referenced_files(path: Path) -> list[Path]:
     """The file and all files that it extends. For a search, also its base and all files that the base extends."""
-    files = [file for file, _ in _chain(path)]
+    chain = _chain(path)
     base = read_file(path).get("base")
-    return files + ([file for file, _ in _chain(referenced_file(path.parent, base))] if isinstance(base, str) else [])
+    if isinstance(base, str):
+        chain += _chain(referenced_file(path.parent, base))
+    return [file for file, _ in chain]
 
 
 def _chain(path: Path) -> list[tuple[Path, Values]]:
@@ -111,10 +110,10 @@ def _chain(path: Path) -> list[tuple[Path, Values]]:
 
     A path under the key `base` is made relative to the folder of `path`, because a search looks for its base there.
     """
-    chain = [(path, _read_yaml(path))]
-    values = chain[0][1]
+    values = _read_yaml(path)
+    chain = [(path, values)]
     while (name := values.pop("extends", None)) is not None:
-        file = _extended_file(name, [file for file, _ in chain])
+        file = _extended_file(name, [earlier for earlier, _ in chain])
         values = _read_yaml(file)
         if isinstance(values.get("base"), str):
             values["base"] = os.path.relpath(referenced_file(file.parent, values["base"]), path.parent)
@@ -128,7 +127,8 @@ def _extended_file(name: object, chain: Sequence[Path]) -> Path:
     Raises UserError if the file does not exist, is already in the chain, or is neither a shipped configuration nor
     below the folder of the first file.
     """
-    last, folder = chain[-1], chain[0].parent.resolve()
+    last = chain[-1]
+    folder = chain[0].parent.resolve()
     if not isinstance(name, str):
         raise UserError(f"{last}: extends must be the path of one YAML file, found {quoted_value(name)}")
     file = referenced_file(last.parent, name)
@@ -158,7 +158,9 @@ def _read_yaml(path: Path) -> Values:
     except OSError as error:
         raise UserError(f"configuration {path} cannot be read: {error}") from error
     values = dict(require_mapping(parse_yaml(text, str(path)), str(path)))
-    return values | {key: long_storage(value) for key, value in values.items() if key == "storage"}
+    if "storage" in values:
+        values["storage"] = long_storage(values["storage"])
+    return values
 
 
 def merge(base: Values, changes: Values) -> Values:
@@ -172,10 +174,10 @@ def merge(base: Values, changes: Values) -> Values:
             if not has_other_name:
                 merged[key] = merge(before, value)
         elif isinstance(before, list) and _has_names(before) and _has_names(value):
-            items = {item["name"]: item for item in before}
+            by_name = {item["name"]: item for item in before}
             for item in value:
-                items[item["name"]] = merge(items.get(item["name"], {}), item)
-            merged[key] = list(items.values())
+                by_name[item["name"]] = merge(by_name.get(item["name"], {}), item)
+            merged[key] = list(by_name.values())
     return merged
 
 
@@ -208,28 +210,29 @@ def set_value(data: Values, key: str, value: object, source: str) -> None:
     """
     if key == "storage" and isinstance(value, str):
         key = "storage.uri"  # so that the server and the other keys of the storage remain
-    parts = key.split(".")
-    if len(parts) > MAX_KEY_PARTS:
-        raise UserError(f"{source} {quoted(key)}: the key has more than {MAX_KEY_PARTS} parts")
+    *outer_parts, last_part = key.split(".")
     node: Any = data
-    for depth, part in enumerate(parts):
-        index: int | str = part
-        if isinstance(node, list):
-            index = _stage_index(node, part, f"{source} {shown(key)}")
-        elif not isinstance(node, dict):
-            raise UserError(f"{source} {shown(key)}: {shown('.'.join(parts[:depth]))} is a plain value without keys")
-        elif node.get(part) is None:
+    for part in outer_parts:
+        index = _index(node, part, f"{source} {shown(key)}")
+        if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
-        parent, node = node, node[index]
-    parent[index] = value
+        node = node[index]
+    node[_index(node, last_part, f"{source} {shown(key)}")] = value
 
 
-def _stage_index(items: list[Any], part: str, source: str) -> int:
-    """The index of the stage with the name or number `part`. Raises UserError, whose text begins with `source`."""
-    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+def _index(node: object, part: str, source: str) -> int | str:
+    """The key of a mapping, or the index of an item in a list of stages, that a part of a dotted key means.
+
+    part: the name or number of a stage, if `node` is a list. Raises UserError, whose text begins with `source`.
+    """
+    if isinstance(node, dict):
+        return part
+    if not isinstance(node, list):
+        raise UserError(f"{source}: the key before {quoted(part)} has a plain value without keys")
+    names = [item.get("name") if isinstance(item, dict) else None for item in node]
     if part in names:
         return names.index(part)
-    if part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(items):
+    if part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(node):
         return int(part)
     raise UserError(f"{source}: {quoted(part)} is none of {', '.join(map(shown, names))}")
 
@@ -279,15 +282,16 @@ def _sentence(error: ValidationError, data: object, section_type: object, sectio
 
     An unknown key is described rather than a missing one, because a key is often missing when its name was mistyped.
     """
-    prefix = (section,) if section else ()
     errors = error.errors()
-    missing = [details["loc"] for details in errors if details["type"] in MISSING]
-    for key, other, command in (("data", "base", "tune"), ("base", "data", "run")):
-        if not section and (key,) in missing and isinstance(data, Mapping) and other in data:
-            return f"key {key} is missing; this configuration is for `raycap {command}`"
+    missing = [".".join(map(str, details["loc"])) for details in errors if details["type"] in MISSING]
+    if isinstance(data, Mapping) and not section:
+        if "data" in missing and "base" in data:
+            return "key data is missing; this configuration is for `raycap tune`"
+        if "base" in missing and "data" in data:
+            return "key base is missing; this configuration is for `raycap run`"
     unknown = [details for details in errors if details["type"] in UNKNOWN]
     first = unknown[0] if unknown and errors[0]["type"] in MISSING else errors[0]
-    location = _location((*prefix, *first["loc"]))
+    location = _location((section, *first["loc"]) if section else first["loc"])
     key = _dotted(location, data)
     if first["type"] == "union_tag_invalid":
         name = first["ctx"]["tag"]
@@ -300,7 +304,8 @@ def _sentence(error: ValidationError, data: object, section_type: object, sectio
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         names = [part for part in key.split(".") if part and not part.isdigit()]
-        return message if not names or names[-1] in message else f"{key}: {message}"
+        names_key = not names or names[-1] in message
+        return message if names_key else f"{key}: {message}"
     return f"{key} = {quoted_value(first['input'])}: {message[:1].lower()}{message[1:]}"
 
 
@@ -321,8 +326,9 @@ def _location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     last = str(location[-1]) if location else ""
     if last in ("int", "float") or last.startswith("literal["):  # pydantic adds the type if the value may have several
         location = location[:-1]
-    is_tagged = location[:1] == ("model",) and len(location) > 1 and location[1] in MODEL_CONFIGS
-    return (location[0], *location[2:]) if is_tagged else location
+    if len(location) > 1 and location[0] == "model" and location[1] in MODEL_CONFIGS:
+        return (location[0], *location[2:])
+    return location
 
 
 def _dotted(location: Sequence[int | str], data: Any) -> str:

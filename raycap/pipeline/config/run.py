@@ -77,8 +77,9 @@ class RunConfig(Section):
         section `backbone` is left out, because the run has no backbone. only_changes: whether only the model's name and
         the keys that differ from their defaults are returned.
         """
-        unused = {"backbone"} if not self.has_backbone and self.backbone == BackboneConfig() else set()
-        exclude: Values = {"tracking": {"uri"}, **dict.fromkeys(unused, True)}
+        exclude: Values = {"tracking": {"uri"}}
+        if not self.has_backbone and self.backbone == BackboneConfig():
+            exclude["backbone"] = True
         values = self.model_dump(mode="json", exclude=exclude, exclude_defaults=only_changes)
         values["model"]["name"] = self.model.name
         restore_references(values, self._expanded)
@@ -129,7 +130,7 @@ class RunConfig(Section):
             if stage.train_backbone and not self.has_backbone:
                 raise ValueError(
                     f"stages.{stage.name}.train_backbone is true, and with features.hdf5 there is no backbone; "
-                    "set it to false, or leave features.hdf5 out"
+                    "set it to false"
                 )
 
     @property

@@ -58,7 +58,8 @@ def _check_gpus(gpus: float) -> float:
 
 
 def _check_place(uri: str) -> str:
-    if re.match(r"s3:|\w+://", uri) and not re.match(r"s3://[^/]", uri):
+    is_address = re.match(r"s3:|\w+://", uri)
+    if is_address and not re.match(r"s3://[^/]", uri):
         raise ValueError(f"{quoted_value(uri)} is neither a folder nor of the form s3://BUCKET/FOLDER")
     return uri
 
@@ -70,9 +71,9 @@ def _check_language(code: str) -> str:
 
 
 def _check_ranking(value: object) -> object:
-    value = read_number(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 10:
-        return float(value)
+    number = read_number(value)
+    if isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= 10:
+        return float(number)
     if value not in ("mean", "sum"):
         raise ValueError(
             f"evaluation.ranking is {quoted_value(value)}; it must be mean, sum, or the exponent of the length penalty "
@@ -105,10 +106,9 @@ Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # at least ten of the steps of 0.0001 in which Ray counts
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the metrics in `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
-ObjectMetric = Literal["CHAIR-i", "CHAIR-s"]
-DiversityMetric = Literal["Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
-EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
-FurtherMetric = Literal["CIDEr-R", ObjectMetric, DiversityMetric, EncoderMetric]
+_OwnMetric = Literal["CIDEr-R", "CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+_EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
+FurtherMetric = Literal[_OwnMetric, _EncoderMetric]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
 RewardWeight = Annotated[float, Field(ge=-1e6, le=1e6), NUMBER]
 TEXT_ENCODER_FILES = ("model.safetensors", "config.json", "tokenizer.json")
@@ -248,34 +248,38 @@ class DataSection(Section):
     def check_values(self) -> None:
         if self.sources and ({"annotations", "images", "split"} & self.model_fields_set):
             raise ValueError("data.sources replaces data.annotations, data.images and data.split; give one of them")
-        if not self.taught_splits <= {*self.train_splits} or not self.rewarded_splits:
+        has_unknown_split = not self.taught_splits.issubset(self.train_splits)
+        if has_unknown_split or not self.rewarded_splits:
             raise ValueError(
                 "data.sources: a source with rewarded: false needs a split of its own, which data.train_splits lists "
                 "besides the split of people's captions"
             )
-        if self.split_fractions and abs(sum(self.split_fractions.values()) - 1) > 1e-6:
-            total = sum(self.split_fractions.values())
+        total = sum(self.split_fractions.values())
+        if self.split_fractions and abs(total - 1) > 1e-6:
             raise ValueError(f"data.split_fractions add up to {total:g}; change them so that their sum is 1")
         if (self.synthetic is None) == (self.root is None):
             raise ValueError(
                 "exactly one of data.synthetic and data.root is needed; give the data set's folder as data.root"
             )
-        if self.synthetic is None:
-            return
+        if self.synthetic is not None:
+            self._check_synthetic(self.synthetic)
+
+    def _check_synthetic(self, synthetic: SceneConfig) -> None:
+        """Raises ValueError if a key contradicts the synthetic data set."""
         for key in ("annotations", "columns", "images", "sources", "split_fractions", "split_lists"):
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"data.{key} belongs to a data set in data.root, and data.synthetic is set; remove it")
         if unknown := [split for split in (self.val_split, *self.test_splits) if split not in SPLIT_CYCLE]:
             known = ", ".join(dict.fromkeys(SPLIT_CYCLE))
             raise ValueError(f"data names the split {quoted_value(unknown[0])}; the synthetic data set has {known}")
-        if self.synthetic.language != self.language:
+        if synthetic.language != self.language:
             raise ValueError(
-                f"data.synthetic.language = {self.synthetic.language} and data.language = {self.language} differ; set "
+                f"data.synthetic.language = {synthetic.language} and data.language = {self.language} differ; set "
                 "the same"
             )
-        if self.synthetic.image_size**2 > self.max_pixels:
+        if synthetic.image_size**2 > self.max_pixels:
             raise ValueError(
-                f"data.synthetic.image_size = {self.synthetic.image_size} gives images of more than data.max_pixels = "
+                f"data.synthetic.image_size = {synthetic.image_size} gives images of more than data.max_pixels = "
                 f"{self.max_pixels}; raise data.max_pixels"
             )
 
@@ -380,11 +384,7 @@ class OptimizerSection(Section):
 
 
 class PlateauSection(Section):
-    """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score.
-
-    torch's ReduceLROnPlateau does the same with a patience of one less and a threshold of 0. torch reduces the rate
-    after patience + 1 validations, and by default counts only a score that is better by 1e-4 of the best.
-    """
+    """Multiplies the learning rate by `factor` after `patience` validations in a row without a new best score."""
 
     factor: Annotated[float, Field(gt=0, lt=1), NUMBER] = 0.5
     patience: Positive = 3
@@ -508,7 +508,8 @@ class StageSection(Section):
                 "cosine falls from lr to min_lr; lower min_lr"
             )
         for key in ("backbone_lr_factor", "layer_decay"):
-            if not self.train_backbone and (value := getattr(self.optimizer, key)) != 1:
+            value = getattr(self.optimizer, key)
+            if value != 1 and not self.train_backbone:
                 raise ValueError(
                     f"stage {self.name} has optimizer.{key} = {value:g}, which is for the backbone, and train_backbone "
                     "is false; leave it out"
@@ -562,17 +563,20 @@ class WorkersSection(Section):
     @property
     def task_options(self) -> Values:
         """`resources_of_worker` as options of `ray.remote`, for a task that runs in the place of a worker."""
-        others = dict(self.resources)
-        memory = {"memory": others.pop("memory")} if "memory" in others else {}
-        return {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others, **memory}
+        others = {name: amount for name, amount in self.resources.items() if name != "memory"}
+        options: Values = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others}
+        if "memory" in self.resources:
+            options["memory"] = self.resources["memory"]
+        return options
 
     def check_values(self) -> None:
         remedies = {"CPU": "set workers.cpus_per_worker", "GPU": "set workers.gpus_per_worker"}
         remedies["object_store_memory"] = "Ray reserves it for no task, so remove it"
-        for name in self.resources.keys() & remedies:
-            raise ValueError(f"workers.resources names {name}; {remedies[name]}")
+        for name, remedy in remedies.items():
+            if name in self.resources:
+                raise ValueError(f"workers.resources names {name}; {remedy}")
         if self.min_workers is not None and self.min_workers > self.num_workers:
-            raise ValueError(f"min_workers = {self.min_workers} is above {self.stated('num_workers')}")
+            raise ValueError(f"workers.min_workers = {self.min_workers} is above {self.stated('workers.num_workers')}")
         if 0 < self.gpus_per_worker < 1 < self.num_workers:
             raise ValueError(
                 f"workers.gpus_per_worker = {self.gpus_per_worker:g} gives two of {self.num_workers} workers the same "
@@ -595,8 +599,6 @@ class TextEncoderSection(Section):
     """The folder with model.safetensors, config.json and tokenizer.json."""
     layer: Annotated[int, Field(ge=0, le=200), NUMBER]
     """The layer whose hidden states are compared."""
-    idf: bool = False
-    """Whether tokens that are rare in the references have a larger weight."""
 
     def model_files(self) -> dict[str, str]:
         """{key: path} of the weights, the configuration and the tokenizer."""
@@ -676,7 +678,9 @@ class EvaluationSection(Section):
             raise ValueError(f"evaluation.metrics contains {repeated[0]} more than once; name each metric once")
         decoding = self.decoding
         if self.num_results > self.beam_size and not decoding.sampling:
-            raise ValueError(f"num_results = {self.num_results} is above {self.stated('beam_size')}; raise the beam")
+            raise ValueError(
+                f"evaluation.num_results = {self.num_results} is above {self.stated('evaluation.beam_size')}; raise it"
+            )
         if decoding.sampling and self.beam_size > 1:
             raise ValueError(
                 f"evaluation.decoding.sampling draws captions without beams, and evaluation.beam_size is "
@@ -693,12 +697,15 @@ class EvaluationSection(Section):
                 f"{self.stated('evaluation.max_length')}; lower it"
             )
         if self.constraints is not None:
-            self.require_constraints("evaluation.constraints")
+            self.check_takes_constraints("evaluation.constraints")
 
-    def require_constraints(self, source: str) -> None:
-        """Raises UserError if this search takes no constraints. source: the key or option with the constraints."""
+    def check_takes_constraints(self, source: str) -> None:
+        """Raises UserError if the search cannot be combined with constraints: draws, or several groups of beams.
+
+        source: the key or option with the constraints.
+        """
+        key = "sampling" if self.decoding.sampling else "beam_groups"
         if self.decoding.sampling or self.decoding.beam_groups > 1:
-            key = "sampling" if self.decoding.sampling else "beam_groups"
             raise UserError(
                 f"{source} is given, and captions with constraints are searched with beams in one group; leave out "
                 f"evaluation.decoding.{key}"
@@ -750,7 +757,9 @@ class RetrainSection(Section):
 
 def _system(model: object) -> str:
     """The value of `name` in a section `model`, which selects the class that checks the section."""
-    return str(model.get("name", "expansionnet_v2") if isinstance(model, dict) else getattr(model, "name", ""))
+    if isinstance(model, dict):
+        return str(model.get("name", "expansionnet_v2"))
+    return str(getattr(model, "name", ""))
 
 
 if TYPE_CHECKING:

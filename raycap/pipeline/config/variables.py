@@ -78,15 +78,20 @@ def texts_in(value: object, location: Location = ()) -> Iterator[tuple[Location,
     if isinstance(value, str):
         yield location, value
     elif isinstance(value, dict | list):
-        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for part, item in items:
             yield from texts_in(item, (*location, part))
 
 
 def is_secret(location: Location, text: str) -> bool:
     """True if the content of a configuration's text, or the name of its key, suggests a secret."""
+    if holds_secret(text):
+        return True
     names = [part for part in location if isinstance(part, str)]
-    rest = REFERENCE.sub("", text)
-    return holds_secret(text) or bool(names and rest and is_secret_option(names[-1], rest))
+    without_references = REFERENCE.sub("", text)
+    if not names or not without_references:
+        return False
+    return is_secret_option(names[-1], without_references)
 
 
 def quoted_value(value: object) -> str:

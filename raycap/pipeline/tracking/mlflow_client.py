@@ -30,14 +30,9 @@ def tracking_uri(config: RunConfig) -> str:
 
 
 def warn_of_local_file(config: RunConfig) -> None:
-    """Logs a warning if MLflow's data would be lost with this machine, although the storage is on S3."""
-    if is_only_here(config):
+    """Logs a warning if the storage is on S3, but the tracker is the default file on this machine's disk."""
+    if config.tracking.enabled and config.tracking.uri is None and is_remote(config.storage.uri):
         logger.warning(f"MLflow's data are only on this machine, in {public_uri(config)}; {SERVER_REMEDY}")
-
-
-def is_only_here(config: RunConfig) -> bool:
-    """True if the storage is on S3, but the tracker is the default file on this machine's disk."""
-    return config.tracking.enabled and config.tracking.uri is None and is_remote(config.storage.uri)
 
 
 def public_uri(config: RunConfig) -> str:
@@ -46,8 +41,9 @@ def public_uri(config: RunConfig) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error of the tracker, without secrets."""
-    return without_secrets(str(error)).splitlines()[0] if str(error) else type(error).__name__
+    """The first line of an error of the tracker, without secrets, or the error's type if it has no text."""
+    lines = without_secrets(str(error)).splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def tracking_client(config: RunConfig) -> MlflowClient:
@@ -64,9 +60,10 @@ def tracking_client(config: RunConfig) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if (file := _sqlite_file(config)) is not None and not file.exists():
+    file = _sqlite_file(config)
+    if file is not None and not file.exists():
         _create_database(file)
-    elif _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 from this process
+    if _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 from this process
         options = config.storage.options
         if options.endpoint_url is not None:
             os.environ["MLFLOW_S3_ENDPOINT_URL"] = options.endpoint_url
@@ -104,7 +101,8 @@ def artifact_location(config: RunConfig) -> str | None:
     SQLite database are therefore in a folder beside it (`mlflow` for mlflow.db), and those of any other database in a
     folder of the run's storage, which may be on S3.
     """
-    if (file := _sqlite_file(config)) is not None:
+    file = _sqlite_file(config)
+    if file is not None:
         return file.with_name(file.stem if file.suffix else f"{file.name}-artifacts").as_uri()
     if not _is_database(config):
         return None
@@ -121,7 +119,9 @@ def _sqlite_file(config: RunConfig) -> Path | None:
     """The file of the tracker's SQLite database. None if the tracker is not a SQLite file."""
     scheme, _, path = tracking_uri(config).partition(":///")
     file = path.partition("?")[0]
-    return Path(file).absolute() if scheme.startswith("sqlite") and file not in ("", ":memory:") else None
+    if not scheme.startswith("sqlite") or file in ("", ":memory:"):
+        return None
+    return Path(file).absolute()
 
 
 def get_or_create_run(
@@ -151,10 +151,11 @@ def flatten(values: Values, prefix: str = "") -> Values:
     """{dotted key: value} of nested values. An item in a list of mappings has its `name`, or else its index, as key."""
     flat: Values = {}
     for key, value in values.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            value = {item.get("name", str(number)): item for number, item in enumerate(value)}
         if isinstance(value, dict):
             flat |= flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            by_name = {item.get("name", str(number)): item for number, item in enumerate(value)}
+            flat |= flatten(by_name, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -6,9 +6,8 @@ the end. If the answer to a request is lost, a metric is sent twice, but MLflow 
 copies have the same time and value.
 
 A tracker that is down or slow does not affect training, because a background thread sends the journal. At the end of a
-run, the tracker causes a delay of at most a few minutes, because requests have a timeout, and because an attempt ends
-at its first failed request or after END_S seconds. Only the upload of the model may take longer. `raycap sync`, or
-starting the same run again, sends what the tracker has not received.
+run, requests have a timeout, and an attempt ends at its first failed request. `raycap sync`, or starting the same run
+again, sends what the tracker has not received.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import io
 import logging
 import os
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
@@ -46,13 +44,13 @@ from raycap.pipeline.version import package_folder
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 30  # seconds to wait for the background thread at the end of a run, longer than a request may take
-END_S = 60.0  # seconds after which no request begins at the end of a run (`Tracker.finish` may take twice as long)
 LONGEST_PAUSE_S = 60.0  # seconds between two attempts, when a tracker is down for long
-METRICS_PER_REQUEST = 500  # MLflow's server accepts at most 1000
+ENTRIES_PER_REQUEST = 20  # of the journal. MLflow's server accepts at most 1000 metrics in a request.
 SENT_FILE = "log/tracked.json"
 SENT_KINDS = ("train", "validation")  # the kinds of journal entries with metrics
 NOT_METRICS = ("step", "time", "total")  # numbers in journal entries that are not sent as metrics
@@ -90,7 +88,7 @@ class Tracker:
         with self._attempt():
             SentRecord(self.folder).set("ending", status)
             self._join()
-            sync(self.folder, _timed_client(self.folder.config), status=status)
+            sync(self.folder, tracking_client(self.folder.config), status=status)
             return True
         return False
 
@@ -103,11 +101,11 @@ class Tracker:
             return None
         with self._attempt():
             self._join()
-            client = _timed_client(self.folder.config)
+            client = tracking_client(self.folder.config)
             sync(self.folder, client)
             log_results(self.folder, scores, client)
             registered = register_model(self.folder, bundle, scores, client)
-            sync(self.folder, _timed_client(self.folder.config), status="FINISHED")
+            sync(self.folder, client, status="FINISHED")
             return registered
         return None
 
@@ -150,26 +148,10 @@ class Tracker:
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "
                     f"and {self.remedy} sends it"
                 )
-            return
-        if self._failing:
-            logger.info(f"tracker   {address} accepts everything again")
-        self._failing = False
-
-
-class _TimedClient:
-    """An MLflow client whose requests raise TimeoutError when END_S has passed since its creation."""
-
-    def __init__(self, client: MlflowClient) -> None:
-        self._client, self._deadline = client, time.monotonic() + END_S
-
-    def __getattr__(self, name: str) -> Any:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"its requests took more than {END_S:g} s")
-        return getattr(self._client, name)
-
-
-def _timed_client(config: RunConfig) -> MlflowClient:
-    return cast("MlflowClient", _TimedClient(tracking_client(config)))
+        else:
+            if self._failing:
+                logger.info(f"tracker   {address} accepts everything again")
+            self._failing = False
 
 
 class SentRecord:
@@ -184,8 +166,7 @@ class SentRecord:
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._address = folder, public_uri(folder.config)
         self._by_address = stored_records(folder)
-        empty: Values = {"parent": None, "stages": {}, "sent": {}}
-        self.values: Values = self._by_address.get(self._address, empty)
+        self.values: Values = self._by_address.get(self._address, {"parent": None, "stages": {}, "sent": {}})
         if self._address not in self._by_address:
             self.save()  # `raycap sync` must find the address even if nothing is sent
 
@@ -246,8 +227,9 @@ def sync(folder: RunFolder, client: MlflowClient, *, status: str | None = None) 
         run_id = values["stages"][stage]
         _send_entries(client, record, stage, entries)
         is_finished = folder.result(stage) is not None
-        _set_status(client, record, run_id, "FINISHED" if is_finished else status or "RUNNING", entries[-1]["time"])
-    _set_status(client, record, values["parent"], status or "RUNNING")
+        stage_status = "FINISHED" if is_finished else status
+        _set_status(client, record, run_id, stage_status, entries[-1]["time"])
+    _set_status(client, record, values["parent"], status)
 
 
 def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClient) -> None:
@@ -288,53 +270,50 @@ def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: E
     return run_id
 
 
-def _set_status(client: MlflowClient, record: SentRecord, run_id: str, status: str, end: float | None = None) -> None:
+def _set_status(
+    client: MlflowClient, record: SentRecord, run_id: str, status: str | None, end: float | None = None
+) -> None:
     """Sets the status of a run unless it was set before, because ending a run again would change its end time.
 
-    end: the end time in seconds since 1970. If it is None, MLflow takes the present time.
+    status: RUNNING if it is None. end: the end time in seconds since 1970, or None for the present time.
     """
     statuses = record.values.setdefault("status", {})
-    if statuses.get(run_id) == status:
+    new_status = status or "RUNNING"
+    if statuses.get(run_id) == new_status:
         return
-    if status == "RUNNING":
-        client.update_run(run_id, status=status)
+    if status is None:
+        client.update_run(run_id, status=new_status)
     else:
         client.set_terminated(run_id, status, None if end is None else int(end * 1000))
-    statuses[run_id] = status
+    statuses[run_id] = new_status
     record.save()
 
 
 def _send_entries(client: MlflowClient, record: SentRecord, stage: str, entries: list[Entry]) -> None:
-    """Sends the metrics of entries after the last step that was sent. All metrics of an entry are in one request."""
+    """Sends the metrics of entries after the last step that was sent, and records the steps after each request."""
+    sent = record.values["sent"]
+    new = [
+        entry
+        for entry in entries
+        if entry["kind"] in SENT_KINDS and entry["step"] > sent.get(f"{stage}/{entry['kind']}", -1)
+    ]
+    for start in range(0, len(new), ENTRIES_PER_REQUEST):
+        part = new[start : start + ENTRIES_PER_REQUEST]
+        client.log_batch(record.values["stages"][stage], metrics=[each for entry in part for each in _metrics(entry)])
+        sent |= {f"{stage}/{entry['kind']}": entry["step"] for entry in part}
+        record.save()
+
+
+def _metrics(entry: Entry) -> list[Metric]:
+    """MLflow's metrics of a journal entry."""
     from mlflow.entities import Metric
 
-    run_id, sent = record.values["stages"][stage], record.values["sent"]
-    metrics: list[Metric] = []
-    steps: dict[str, int] = {}
-
-    def send() -> None:
-        """Sends the collected metrics and records their steps."""
-        client.log_batch(run_id, metrics=metrics)
-        sent.update(steps)
-        record.save()
-        metrics.clear()
-
-    for entry in entries:
-        kind, step = entry["kind"], entry["step"]
-        if kind not in SENT_KINDS or step <= sent.get(f"{stage}/{kind}", -1):
-            continue
-        prefix = "validation_" if kind == "validation" else ""
-        new = [
-            Metric(f"{prefix}{key}", float(value), int(entry["time"] * 1000), step)
-            for key, value in entry.items()
-            if isinstance(value, (int, float)) and key not in NOT_METRICS
-        ]
-        if len(metrics) + len(new) > METRICS_PER_REQUEST:
-            send()
-        metrics += new
-        steps[f"{stage}/{kind}"] = step
-    if metrics:
-        send()
+    prefix = "validation_" if entry["kind"] == "validation" else ""
+    return [
+        Metric(f"{prefix}{key}", float(value), int(entry["time"] * 1000), entry["step"])
+        for key, value in entry.items()
+        if isinstance(value, (int, float)) and key not in NOT_METRICS
+    ]
 
 
 def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], client: MlflowClient) -> str:
@@ -347,10 +326,9 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
     if registered:
         return f"{registered[0].name}/{registered[0].version}"
     import mlflow
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema
 
-    tokenizer_packages = TOKENIZER_PACKAGES.get(config.data.tokenizer, ())
-    packages = [*SERVING_PACKAGES, *tokenizer_packages, *(["boto3"] if is_remote(config.storage.uri) else [])]
-    versions = {package: importlib.metadata.version(package) for package in packages}
     search = {key: getattr(config.evaluation, key) for key in ("beam_size", "max_length", "precision")}
     # stderr and warnings are hidden, because MLflow reports its success there and warns of a missing input example.
     with (
@@ -363,14 +341,21 @@ def register_model(folder: RunFolder, bundle: Path, scores: dict[str, float], cl
             loader_module="raycap.pipeline.tracking.pyfunc",  # this module reads the bundle, so that nothing is pickled
             data_path=str(bundle),
             code_paths=[str(package_folder())],
-            # without a build's suffix such as +cpu, because package indexes lack it
-            pip_requirements=[f"{package}=={version.partition('+')[0]}" for package, version in versions.items()],
-            signature=_signature(),
+            pip_requirements=_requirements(config),
+            signature=ModelSignature(Schema([ColSpec("binary", "image")])),  # the bytes of image files
             model_config=search,  # the only settings that a server may change
         )
         tags = {metric: f"{score:.4f}" for metric, score in scores.items()}
         version = mlflow.register_model(logged.model_uri, config.name, tags=tags)
     return f"{config.name}/{version.version}"
+
+
+def _requirements(config: RunConfig) -> list[str]:
+    """The packages that a served model needs, such as torch==2.9.1, without a build's suffix such as +cpu."""
+    packages = [*SERVING_PACKAGES, *TOKENIZER_PACKAGES.get(config.data.tokenizer, ())]
+    if is_remote(config.storage.uri):
+        packages.append("boto3")
+    return [f"{package}=={importlib.metadata.version(package).partition('+')[0]}" for package in packages]
 
 
 @contextlib.contextmanager
@@ -389,11 +374,3 @@ def _current_run(config: RunConfig, run_id: str) -> Iterator[None]:
             yield
     finally:
         mlflow.set_tracking_uri(before)  # type: ignore[arg-type]  # None removes the variable
-
-
-def _signature() -> Any:
-    """MLflow's signature of the served model: its input is a column `image` with the bytes of image files."""
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema
-
-    return ModelSignature(Schema([ColSpec("binary", "image")]))

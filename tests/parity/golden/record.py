@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import itertools
 import json
 import math
 import os
@@ -287,7 +286,7 @@ def meshed_memory(_: Path) -> Values:
     }
 
 
-def bert_scorer(folder: Path, name: str, num_layers: int, **options: Any) -> Any:
+def bert_scorer(folder: Path, name: str, num_layers: int) -> Any:
     """The package's scorer with a stored model. folder: for the files that slow tokenizers of transformers read."""
     from bert_score.scorer import BERTScorer
 
@@ -298,7 +297,7 @@ def bert_scorer(folder: Path, name: str, num_layers: int, **options: Any) -> Any
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "vocab.txt").write_text("\n".join(sorted(model["vocab"], key=model["vocab"].get)) + "\n")
     (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, model.get("merges", []))]) + "\n")
-    scorer = BERTScorer(str(folder), num_layers, nthreads=0, device="cpu", **options)
+    scorer = BERTScorer(str(folder), num_layers, nthreads=0, device="cpu")
     scorer._tokenizer.model_max_length = bert_score_inputs()["max_tokens"]
     return scorer
 
@@ -309,7 +308,7 @@ def bert_score_inputs() -> Values:
 
 
 def bert_scores(_: Path) -> Values:
-    """The ids of all texts, and P, R and F of captions against one reference and against several, also with idf.
+    """The ids of all texts, and P, R and F of captions against one reference and against several.
 
     The package scores one pair at a time, because in larger batches it compares tokens with padding, too.
     """
@@ -318,15 +317,12 @@ def bert_scores(_: Path) -> Values:
     expected, ids, scores = bert_score_inputs(), Values(), Values()
     captions, references = expected["captions"], expected["references"]
     for name in ("bert", "roberta"):
-        for layer, idf in itertools.product((1, 2), (False, True)):
+        for layer in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
-                scorer = bert_scorer(Path(folder), name, layer, idf=idf)
+                scorer = bert_scorer(Path(folder), name, layer)
             for kind, given in (("one", [texts[:1] for texts in references]), ("all", references)):
-                if idf:
-                    scorer.compute_idf([text for texts in given for text in texts])
                 values = scorer.score(captions, given, batch_size=1)
-                key = f"{name}, layer {layer}, {'idf' if idf else 'no idf'}, {kind}"
-                scores[key] = [column.tolist() for column in values]
+                scores[f"{name}, layer {layer}, {kind}"] = [column.tolist() for column in values]
         others = [text for texts in references for text in texts]
         ids[name] = [[sent_encode(scorer._tokenizer, text) for text in texts] for texts in (captions, others)]
     return {"ids": ids, "scores": scores}

@@ -61,7 +61,7 @@ def test_given_settings_come_before_those_of_the_bundles() -> None:
     assert search_settings(given, [recorded]) == given.model_copy(update={"beam_size": 4, "decoding": PLAIN})
     with pytest.raises(UserError, match=r"different ways: beam 4 and beam 5; set evaluation.beam_size$"):
         search_settings(EvaluationSection(), [recorded, Protocol(beam_size=5)])
-    with pytest.raises(UserError, match="num_results = 3 is above beam_size = 2"):
+    with pytest.raises(UserError, match="num_results = 3 is above evaluation.beam_size = 2"):
         search_settings(EvaluationSection(num_results=3), [Protocol(beam_size=2)])
 
 

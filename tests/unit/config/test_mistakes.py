@@ -33,7 +33,7 @@ MISTAKES = [
     ("data.language=de", "data.synthetic.language = en and data.language = de"),
     ("data.synthetic=null", "exactly one of data.synthetic and data.root"),
     ("data.annotations=other.json", "data.annotations belongs to a data set in data.root"),
-    ("evaluation={num_results: 9}", "num_results = 9 is above beam_size = 5 (the default); raise"),
+    ("evaluation={num_results: 9}", "num_results = 9 is above evaluation.beam_size = 5 (the default); raise"),
     ("evaluation.metrics=[CIDEr-R, CIDEr-R]", "evaluation.metrics contains CIDEr-R more than once"),
     ("features={store: never, hdf5: synthetic}", "features.store is never, and without a backbone"),
     ("backbone.name=hf-hub:a/b", "backbone.name is 'hf-hub:a/b'"),

@@ -116,7 +116,7 @@ def test_every_shipped_data_file_gives_images_to_the_configurations_on_its_featu
     assert changed.evaluation.max_length == own.evaluation.max_length
     same = {"data": True, "features": {"hdf5"}, "evaluation": {"beam_size"}}
     assert changed.model_dump(exclude=same) == own.model_dump(exclude=same)
-    with pytest.raises(UserError, match=r"region features \(features.hdf5\)"):
+    with pytest.raises(UserError, match=r"features\.hdf5 is"):
         with_data(other, path)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER
+from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE, LESS_IS_BETTER, MetricScores
 
 if TYPE_CHECKING:
     from raycap.pipeline.evaluation.results import SplitScores
@@ -88,11 +88,11 @@ def paired_difference(
     differences = sides[0].mean(0) - sides[1].mean(0)
     num_images = len(differences)
     generator = np.random.default_rng(seed)
-    parts, chunk = [], max(1, CHUNK_VALUES // num_images)
+    means = np.empty(resamples)
+    chunk = max(1, CHUNK_VALUES // num_images)
     for start in range(0, resamples, chunk):
-        shape = (min(chunk, resamples - start), num_images)  # one row of image numbers per resample
-        parts.append(differences[generator.integers(0, num_images, shape)].mean(1))
-    means = np.concatenate(parts)
+        images = generator.integers(0, num_images, (min(chunk, resamples - start), num_images))  # a row per resample
+        means[start : start + chunk] = differences[images].mean(1)
     variance, degrees = _variance_of_difference(sides)
     if variance > 0:
         means += math.sqrt(variance) * generator.standard_t(degrees, resamples)
@@ -116,24 +116,23 @@ def compare(results: Sequence[SplitScores], others: Sequence[SplitScores]) -> di
     logger.info(f"  {'':<{width}} {'this':>15} {'other':>15}   difference by {over}, 95 % interval")
     found = {}
     for name in sides[0][0].by_name:
-        scores = [[each.by_name[name] for each in side if name in each.by_name] for side in sides]
-        values = [[score.value for score in side if score.value is not None] for side in scores]
-        if [len(side) for side in values] != [len(results), len(others)]:
+        values = [_values(side, name) for side in sides]
+        if len(values[0]) < len(results) or len(values[1]) < len(others):
             continue
         text = ""
         if name in COMPARED_BY_IMAGE:
-            ours, theirs = ([score.per_image or [] for score in side] for side in scores)
-            is_less_better = name in LESS_IS_BETTER
-            found[name] = paired_difference(ours, theirs, less_is_better=is_less_better)
+            ours, theirs = ([each.by_name[name].per_image or [] for each in side] for side in sides)
+            found[name] = paired_difference(ours, theirs, less_is_better=name in LESS_IS_BETTER)
             text = f"{found[name]}, better in {found[name].better:.1%} of resamples"
         cells = [Spread.of(side).text(digits=4) for side in values]
         logger.info(f"  {name:<{width}} {cells[0]:>15} {cells[1]:>15}   {text}")
     return found
 
 
-def differences_json(differences: Mapping[str, Difference]) -> dict[str, dict[str, float]]:
-    """The result of `compare` in the form of the reports' JSON files: {metric: {field: value}}."""
-    return {metric: asdict(difference) for metric, difference in differences.items()}
+def _values(models: Sequence[MetricScores], name: str) -> list[float]:
+    """The scores of a metric, without the models that have no score of it."""
+    values = [each.values.get(name) for each in models]
+    return [value for value in values if value is not None]
 
 
 def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -141,12 +140,17 @@ def _variance_of_difference(sides: Sequence[np.ndarray]) -> tuple[float, float]:
 
     sides: two arrays of scores (seeds, images). Returns (0, 0) if no side has several seeds.
     """
-    known = [(_seed_variance(side), len(side)) for side in sides if len(side) > 1]
-    if len(known) < 2:
-        return (known[0][0] * sum(1 / len(side) for side in sides), known[0][1] - 1) if known else (0.0, 0.0)
+    known = [(_seed_variance(side), len(side)) for side in sides if len(side) > 1]  # (variance, number of seeds)
+    if not known:
+        return 0.0, 0.0
+    if len(known) == 1:  # the side with one seed gets the variance of the other side
+        variance, count = known[0]
+        return variance * sum(1 / len(side) for side in sides), count - 1
     terms = [(variance / count, count - 1) for variance, count in known]
     total = sum(term for term, _ in terms)
-    return total, total**2 / sum(term**2 / degrees for term, degrees in terms) if total else 0.0
+    if not total:
+        return 0.0, 0.0
+    return total, total**2 / sum(term**2 / degrees for term, degrees in terms)
 
 
 def _seed_variance(scores: np.ndarray) -> float:

@@ -69,8 +69,8 @@ class Protocol:
     @property
     def signature(self) -> str:
         """The protocol in words. Fields that are not recorded and values in `USUAL` are left out."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(WORDS[key](value) for key, value in values.items() if value not in (None, USUAL.get(key)))
+        values = {name: getattr(self, name) for name in WORDS}
+        return ", ".join(WORDS[name](value) for name, value in values.items() if value not in (None, USUAL.get(name)))
 
 
 def _models(count: int) -> str:
@@ -79,8 +79,9 @@ def _models(count: int) -> str:
 
 
 def _ranking(value: str | float) -> str:
-    by_penalty = isinstance(value, float)
-    return f"ranked with length penalty {value:g}" if by_penalty else f"ranked by the {value} of log-probabilities"
+    if isinstance(value, float):
+        return f"ranked with length penalty {value:g}"
+    return f"ranked by the {value} of log-probabilities"
 
 
 # For each field of a protocol, the function that describes a value in words
@@ -95,8 +96,8 @@ WORDS: dict[str, Callable[[Any], str]] = {
     "max_length": "at most {} tokens".format,
     "ranking": _ranking,
     "collapse_repeats": {False: "repeated words kept", True: "repeated words collapsed"}.__getitem__,
-    "decoding": lambda decoding: decoding.signature,
     "precision": str,
+    "decoding": lambda decoding: decoding.signature,
     "constrained": {False: "no constraints", True: "constraints"}.__getitem__,
     "language": "captions in {}".format,
     "tokenizer": "{} tokens".format,
@@ -112,15 +113,15 @@ def differences(published: Protocol, ours: Protocol) -> list[tuple[str, str]]:
     compared only if the objectives are equal.
     """
     found = []
-    for field in fields(Protocol):
-        theirs, our = getattr(published, field.name), getattr(ours, field.name)
-        if field.name == "num_models" and theirs == 0 and our > 1:
+    for name, words in WORDS.items():
+        theirs, our = getattr(published, name), getattr(ours, name)
+        if theirs is None or theirs == our:
             continue
-        if field.name == "eos_in_reward" and published.objective != ours.objective:
+        if name == "num_models" and theirs == 0 and our > 1:
             continue
-        if theirs not in (None, our):
-            words = WORDS[field.name]
-            found.append((words(theirs), NOT_RECORDED if our is None else words(our)))
+        if name == "eos_in_reward" and published.objective != ours.objective:
+            continue
+        found.append((words(theirs), NOT_RECORDED if our is None else words(our)))
     return found
 
 
@@ -157,7 +158,7 @@ def common_protocol(protocols: Sequence[Protocol]) -> Protocol:
     """
     shared: Values = {}
     for field in fields(Protocol):
-        values = {getattr(each, field.name): None for each in protocols}
+        values = dict.fromkeys(getattr(each, field.name) for each in protocols)  # the distinct values, in order
         if len(values) == 1:
             shared[field.name] = next(iter(values))
         elif field.default is not None:
@@ -180,7 +181,7 @@ def search_settings(given: EvaluationSection, members: Sequence[Protocol]) -> Ev
         if len(values) > 1:
             words = " and ".join(sorted(WORDS[key](value) for value in values))
             raise UserError(f"the bundles were evaluated in different ways: {words}; set evaluation.{key}")
-        recorded |= {key: values.pop()}
+        recorded[key] = values.pop()
     return parse_section(EvaluationSection, given.model_dump(exclude_unset=True) | recorded, "evaluation")
 
 

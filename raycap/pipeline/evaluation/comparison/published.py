@@ -94,13 +94,11 @@ def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
 
 def _table(rows: list[Any], **table: Any) -> PrintedTable:
     """Builds a table of published.yaml. rows: lists [name, values of the keys, scores]. table: the other fields."""
-    published = [
-        PrintedRow(
-            name, dict(zip(table["columns"], scores, strict=True)), dict(zip(table["keys"], values, strict=True))
-        )
-        for name, values, scores in rows
-    ]
-    return PrintedTable(rows=published, **table)
+    printed = []
+    for name, values, scores in rows:
+        by_column = dict(zip(table["columns"], scores, strict=True))
+        printed.append(PrintedRow(name, by_column, dict(zip(table["keys"], values, strict=True))))
+    return PrintedTable(rows=printed, **table)
 
 
 def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:
@@ -108,7 +106,9 @@ def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tupl
 
     uris: of the images that we scored. A reason is "" if the row and our scores can be compared.
     """
-    rows = [_final_row(ours.system, row) for row in _published()["rows"].get(ours.system, ())] if ours.system else []
+    if ours.system is None:
+        return []
+    rows = [_final_row(ours.system, row) for row in _published()["rows"].get(ours.system, ())]
     return [(row, _reason(row, ours, uris)) for row in rows if row.split == split]
 
 
@@ -139,4 +139,6 @@ def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
     elif len(uris) != images["count"]:
         pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
     pairs += differences(row.protocol, ours)
-    return "not comparable: " + "; ".join(f"published: {theirs}, ours: {our}" for theirs, our in pairs) if pairs else ""
+    if not pairs:
+        return ""
+    return "not comparable: " + "; ".join(f"published: {theirs}, ours: {our}" for theirs, our in pairs)

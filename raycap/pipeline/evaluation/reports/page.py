@@ -7,7 +7,6 @@ import hashlib
 import io
 import math
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -106,7 +105,7 @@ class Report:
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Writes the page of `report_html` to `path` atomically, so that an existing page is replaced by a complete one."""
+    """Writes the page of `report_html` atomically."""
     write_text(path, report_html(report))
 
 
@@ -118,20 +117,15 @@ def report_html(report: Report) -> str:
     """
     reasons = [_reason(cell) for _, cells in report.score_rows for cell in cells]
     images, counts = choose_images(report.images, MAX_IMAGES, seed=report.run_id)
-    cards = _cards(images, seed=report.run_id)
     html = render_template(
         TEMPLATE,
         report=report,
         score_name=SCORE_NAME,
         reason_of=_reason,
         reasons=list(dict.fromkeys(filter(None, reasons))),  # each reason once, in the order of the table
-        stages=[
-            (stage, [plot for name, series in stage.curves.items() if (plot := curve(name, series))])
-            for stage in report.stages
-        ],
+        stages=[(stage, _curves(stage)) for stage in report.stages],
         confidence=[(split, each, *_confidence_charts(each)) for split, each in report.confidence.items()],
-        cards=cards,
-        shape=_aspect_ratio(cards),
+        cards=_cards(images, seed=report.run_id),
         counts=counts,
     )
     # The page's security policy names the digest of its script, so browsers execute no other script.
@@ -164,7 +158,7 @@ def choose_images(
     """
     if len(images) <= max_images:
         return list(images), {}
-    scored = [(score, index) for index, image in enumerate(images) if (score := image.finite_score) is not None]
+    scored = [(image.finite_score, index) for index, image in enumerate(images) if image.finite_score is not None]
     ranked = [index for _, index in sorted(scored)]
     third = min(max_images // 3, len(ranked) // 2)  # at most half of them, so no picture is both worst and best
     extremes = {*ranked[:third], *ranked[len(ranked) - third :]}
@@ -227,12 +221,19 @@ def make_chart(
     )
 
 
+def _curves(stage: ReportStage) -> list[Chart]:
+    """The charts of a stage's curves that have finite values."""
+    charts = [curve(name, series) for name, series in stage.curves.items()]
+    return [chart for chart in charts if chart is not None]
+
+
 def curve(name: str, series: Sequence[tuple[int, float]]) -> Chart | None:
     """The chart of a series of (step, value), thinned to MAX_POINTS points, or None if no value is finite."""
     finite = sorted(point for point in series if math.isfinite(point[1]))
     if not finite:
         return None
-    shown = [finite[index] for index in np.linspace(0, len(finite) - 1, min(len(finite), MAX_POINTS)).astype(int)]
+    indices = np.linspace(0, len(finite) - 1, min(len(finite), MAX_POINTS)).astype(int)
+    shown = [finite[index] for index in indices]
     return make_chart(name, [shown], [(f"step {step:,}", format_number(value)) for step, value in shown])
 
 
@@ -241,15 +242,14 @@ def _confidence_charts(quality: Quality) -> tuple[Chart, Chart]:
 
     The thin lines are the ends of the interval in the first chart, and the diagonal in the second chart.
     """
-    risks = [
-        [(100 * each.coverage, 100 * value) for each, value in zip(quality.risks, values, strict=True)]
-        for values in zip(*((each.risk, each.low, each.high) for each in quality.risks), strict=True)
-    ]
+    risks = [(100 * each.coverage, 100 * each.risk) for each in quality.risks]
+    lowest = [(100 * each.coverage, 100 * each.low) for each in quality.risks]
+    highest = [(100 * each.coverage, 100 * each.high) for each in quality.risks]
     readings = [
         (f"coverage {each.coverage:.0%}", f"{each.risk:.1%} ({each.low:.1%} to {each.high:.1%})")
         for each in quality.risks
     ]
-    risk = make_chart("not good, by coverage", risks, readings, " %")
+    risk = make_chart("not good, by coverage", [risks, lowest, highest], readings, " %")
     bins = [(100 * each.confidence, 100 * each.good) for each in quality.bins]
     texts = [
         (f"confidence {each.confidence:.1%}", f"{each.good:.1%} good of {each.num_images}") for each in quality.bins
@@ -282,13 +282,6 @@ def _cards(images: Sequence[ReportImage], *, seed: str) -> list[Values]:
         for image, position, thumbnail in zip(images, positions, thumbnails, strict=True)
     ]
     return sorted(cards, key=lambda card: (card["score"] is None, card["score"] or 0.0))
-
-
-def _aspect_ratio(cards: Sequence[Values]) -> float:
-    """The width of the gallery's cells divided by their height: the median of the pictures, clipped to [1, 4/3]."""
-    thumbnails = [card["thumbnail"] for card in cards if "uri" in card["thumbnail"]]
-    ratios = [thumbnail["width"] / thumbnail["height"] for thumbnail in thumbnails]
-    return round(min(4 / 3, max(1.0, statistics.median(ratios))), 3) if ratios else 1.0
 
 
 def _thumbnail(image: ReportImage) -> Values:

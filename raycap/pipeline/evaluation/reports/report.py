@@ -17,9 +17,8 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.comparison.published import FinalRow
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html, write_report
-from raycap.pipeline.evaluation.reports.tables import Rows, format_scores
+from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Rows, format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores, write_captions
-from raycap.pipeline.evaluation.scores.metrics import Score
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.mirror import Mirror
@@ -35,7 +34,7 @@ def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, 
     options: how to reach the storage of the images. run_id: the name of the model, which also seeds the choice of
     pictures if there are too many. pictured: the splits whose pictures are shown.
     """
-    columns, rows = score_table(scores.splits, with_alignment=True)
+    columns, rows = score_table(scores.splits)
     for each in scores.splits:
         rows += published_table(columns, each.published)
     images = [
@@ -55,38 +54,38 @@ def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, 
     )
 
 
-def score_table(
-    results: Sequence[SplitScores], with_alignment: bool = False
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
+def score_table(results: Sequence[SplitScores]) -> tuple[list[str], Rows]:
     """The columns of the score table, and one row (label, cells) per split.
 
-    The columns are the metrics of the first split. If a score is unavailable, its cell gives the reason. If a split is
-    not scored with a metric, the cell is empty.
+    The columns are the metrics of the first split, then the shares of captions that name the main object and the
+    alignments. Columns without any text are left out.
     """
     columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
     shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
     columns["main object"] = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
-    if with_alignment:
-        columns["alignment"] = ["" if value is None else f"{value:.3f}" for value in alignments]
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    columns["alignment"] = ["" if value is None else f"{value:.3f}" for value in alignments]
+    filled = {name: cells for name, cells in columns.items() if any(cells)}
     labels = [f"{result.split} ({len(result.captions)} images)" for result in results]
-    return list(columns), [(label, cells) for label, *cells in zip(labels, *columns.values(), strict=True)]
+    return list(filled), [(label, cells) for label, *cells in zip(labels, *filled.values(), strict=True)]
 
 
 def _cell(result: SplitScores, name: str) -> str:
     """A score as text, or why it is unavailable, or "" if the split is not scored with this metric."""
-    score = result.scores.by_name.get(name) if result.scores else Score()
+    if result.scores is None:
+        return f"{UNAVAILABLE}: not computed"
+    score = result.scores.by_name.get(name)
     if score is None:
         return ""
-    return f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable or 'not computed'}"
+    return f"{UNAVAILABLE}: {score.unavailable}" if score.value is None else f"{score.value:.3f}"
 
 
-def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]]) -> list[tuple[str, list[str]]]:
+def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]]) -> Rows:
     """The rows of published scores in our columns. A row's label names the differences from our protocol."""
     rows = []
     for row, difference in published:
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
-        rows.append((f"{row.name}\n{difference or f'Table {row.table}, {row.protocol.signature}'}", cells))
+        note = difference or f"Table {row.table}, {row.protocol.signature}"
+        rows.append((f"{row.name}\n{note}", cells))
     return rows
 
 
@@ -161,18 +160,21 @@ class ResultsFolder:
         folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        is_done = not self.place.is_remote
+        if not self.place.is_remote:
+            yield
+            return
+        is_uploaded = False
         try:
             yield
-            is_done = True
+            is_uploaded = True
         finally:
-            if not is_done and any(self.path.iterdir()):
+            if is_uploaded or not any(self.path.iterdir()):
+                # The parent was made for these results, and also has the record of what was uploaded.
+                shutil.rmtree(self.path.parent, ignore_errors=True)
+            else:
                 logger.warning(
                     f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
                 )
-            elif self.place.is_remote:
-                # The parent was made for these results, and also has the record of what was uploaded.
-                shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def write_captions(self, captions: SplitCaptions) -> None:
         """Writes the captions of all splits."""
@@ -183,7 +185,7 @@ class ResultsFolder:
 
     def write_scores(self, content: Mapping[str, object], missing: Mapping[str, str]) -> None:
         """Writes scores.json, and uploads all results if they go to S3. missing: {report that failed: reason}."""
-        write_json(self.path / "scores.json", {**content, **({"missing": missing} if missing else {})})
+        write_json(self.path / "scores.json", {**content, "missing": missing} if missing else content)
         if self.place.is_remote:
             Mirror(self.place, self.path).push()
 
@@ -195,9 +197,9 @@ def write_results(
 
     may_store: if True, the fitted confidence is stored in the bundle, unless the model is an ensemble.
     """
-    content, decorations = scores.to_json(), Decorations()
     for each in scores.splits:
         _log_scores(each)
+    content, decorations = scores.to_json(), Decorations()
     if may_store and len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
@@ -205,13 +207,13 @@ def write_results(
     for each in scores.splits:
         if each.scores is None:
             continue
-        split = each.split
+        split, file = each.split, f"report-{each.split}.html"
         with decorations.making(f"the report of {split}"):
             options, title = settings.storage.options, f"{label} on {split}"
             page = report(scores.of(split), options, title=title, run_id=label, pictured=[split])
             metadata = {"models": models, "images": f"{split} {len(each.images)}"}
-            write_report(folder.path / f"report-{split}.html", replace(page, metadata=metadata))
-            logger.info(f"report       {folder.place / f'report-{split}.html'}")
+            write_report(folder.path / file, replace(page, metadata=metadata))
+            logger.info(f"report       {folder.place / file}")
     folder.write_scores(content, decorations.failed)
     logger.info(f"scores       {folder.place / 'scores.json'}")
     decorations.log_failed()

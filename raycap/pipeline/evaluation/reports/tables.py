@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from raycap.models.config import Values
@@ -54,8 +55,8 @@ class SeedScores:
     @property
     def columns(self) -> list[str]:
         """The metrics of all splits and models, each once."""
-        every = [_values(entry) for entries in self.splits.values() for entry in entries]
-        return list(dict.fromkeys(column for values in every for column in values))
+        entries = chain.from_iterable(self.splits.values())
+        return list(dict.fromkeys(chain.from_iterable(map(_values, entries))))
 
     def values(self, split: str, column: str) -> list[float | None]:
         """The score of each model, with None for a model whose score is unavailable."""
@@ -69,26 +70,25 @@ class SeedScores:
 
     def to_json(self) -> Values:
         """The scores as JSON: {split: {"images": number, "scores": {metric: statistics over the models, or null}}}."""
-        return {
-            split: {
-                "images": entries[0]["images"],
-                "scores": {
-                    column: spread and asdict(spread)
-                    for column in self.columns
-                    if (spread := self.spread(split, column)) or column != MAIN_OBJECT
-                },
-            }
-            for split, entries in self.splits.items()
-        }
+        content: Values = {}
+        for split, entries in self.splits.items():
+            spreads = {column: self.spread(split, column) for column in self.columns}
+            scores = {column: None if spread is None else asdict(spread) for column, spread in spreads.items()}
+            if scores.get(MAIN_OBJECT) is None:  # only some splits have this share
+                scores.pop(MAIN_OBJECT, None)
+            content[split] = {"images": entries[0]["images"], "scores": scores}
+        return content
 
     def rows(self, split: str, columns: Sequence[str], prefix: str = "") -> Rows:
         """The row of a split, as a list: mean and standard deviation of each column. prefix: starts the row's label."""
-        count, spreads = len(self.labels), {column: self.spread(split, column) for column in columns}
-        seeds = f"{count} seeds" if count > 1 else "1 seed"
-        cells = [
-            self._missing(split, column) if spread is None else spread.text(in_percent=column == MAIN_OBJECT)
-            for column, spread in spreads.items()
-        ]
+        seeds = "1 seed" if len(self.labels) == 1 else f"{len(self.labels)} seeds"
+        cells = []
+        for column in columns:
+            spread = self.spread(split, column)
+            if spread is None:
+                cells.append(self._missing(split, column))
+            else:
+                cells.append(spread.text(in_percent=column == MAIN_OBJECT))
         return [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
 
     def rows_of_models(self, split: str, columns: Sequence[str]) -> Rows:
@@ -113,13 +113,16 @@ def _single(value: float | None, column: str) -> str:
 
 def _values(entry: Mapping[str, Any]) -> dict[str, float | None]:
     """{column: score} from a split's entry in scores.json."""
-    share = entry.get("main_object")
-    return dict(entry["scores"]) | ({} if share is None else {MAIN_OBJECT: share})
+    values = dict(entry["scores"])
+    if entry.get("main_object") is not None:
+        values[MAIN_OBJECT] = entry["main_object"]
+    return values
 
 
 def format_scores(scores: MetricScores) -> str:
     """The scores as text: one line per metric, then statistics of the captions, then the signature."""
-    lines, width = [""], max(9, *map(len, scores.by_name))
+    lines = [""]
+    width = max(9, *map(len, scores.by_name))
     for name, score in scores.by_name.items():
         value = f"{score.value:.3f}" if score.value is not None else f"unavailable: {score.unavailable}"
         lines.append(f"  {name:<{width}} {value}")

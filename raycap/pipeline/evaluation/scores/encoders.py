@@ -122,41 +122,41 @@ def _encoded(encode: Callable[[Sequence[Any]], Tensor], items: Sequence[object])
 class BertEncoder:
     """Computes vectors of texts' tokens with a BERT or RoBERTa of transformers, whose files are read at the first use.
 
-    uses_idf: if True, tokens that are rare in the references get larger weights. Methods and properties raise
-    UnavailableError if the files are not those of such a model.
+    Methods and properties raise UnavailableError if the files are not those of such a model.
     """
 
     def __init__(self, section: TextEncoderSection) -> None:
-        self._section, self.uses_idf = section, section.idf
+        self._section = section
         self._folder = Path(section.folder).expanduser()
 
     @property
     def name(self) -> str:
-        """The first digits of the files' digests, the layer, and whether idf is used, for the signature of scores."""
+        """The first digits of the files' digests, and the layer, for the signature of scores."""
         digests = [weights_file_digest(Path(file))[:10] for file in self._section.model_files().values()]
-        return "-".join([*digests, f"L{self._section.layer}", "idf" if self.uses_idf else "no-idf"])
+        return "-".join([*digests, f"L{self._section.layer}"])
 
     @cached_property
     def _model(self) -> Any:
         """The model without the layers above the configured one, so that its last hidden states are that layer's."""
-        transformers, layer = _package("transformers"), self._section.layer
+        transformers = _package("transformers")
         try:
             config = transformers.AutoConfig.from_pretrained(self._folder, local_files_only=True)
             if config.model_type not in ("bert", "roberta"):
                 raise ValueError(f"its model_type is {config.model_type}, neither bert nor roberta")
-            if layer > config.num_hidden_layers:
+            if self._section.layer > config.num_hidden_layers:
                 raise ValueError(
                     f"it has {config.num_hidden_layers} layers; set evaluation.inputs.bert.layer to one of them"
                 )
             architecture = transformers.BertModel if config.model_type == "bert" else transformers.RobertaModel
-            config.num_hidden_layers, options = layer, {"local_files_only": True, "use_safetensors": True}
+            config.num_hidden_layers = self._section.layer
             model, report = architecture.from_pretrained(
                 self._folder,
                 config=config,
                 add_pooling_layer=False,
                 dtype=torch.float32,
                 output_loading_info=True,
-                **options,
+                local_files_only=True,
+                use_safetensors=True,
             )
             if report["missing_keys"]:
                 raise ValueError(f"model.safetensors lacks {min(report['missing_keys'])}")
@@ -189,17 +189,18 @@ class BertEncoder:
 
     def vectors(self, texts: Sequence[Ids]) -> list[np.ndarray]:
         """The unit vectors (T, W) of each text's tokens, float32."""
-        model, order = self._model, sorted(range(len(texts)), key=lambda number: len(texts[number]))
-        vectors = dict[int, np.ndarray]()
-        for start in range(0, len(order), BATCH):
-            batch = order[start : start + BATCH]
-            lengths = torch.tensor([len(texts[number]) for number in batch])
-            ids = pad_sequence([torch.tensor(texts[number]) for number in batch], batch_first=True)
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        vectors = dict[int, np.ndarray]()  # {index of a text: its vectors}
+        for start in range(0, len(by_length), BATCH):
+            batch = by_length[start : start + BATCH]
+            lengths = torch.tensor([len(texts[index]) for index in batch])
+            ids = pad_sequence([torch.tensor(texts[index]) for index in batch], batch_first=True)
             mask = torch.arange(ids.shape[1]) < lengths[:, None]
             with torch.inference_mode():
-                states = model(ids.to(_device()), attention_mask=mask.to(_device())).last_hidden_state
-            rows = F.normalize(states, dim=-1).cpu().numpy()
-            vectors |= {number: row[: len(texts[number])] for number, row in zip(batch, rows, strict=True)}
+                states = self._model(ids.to(_device()), attention_mask=mask.to(_device())).last_hidden_state
+            padded = F.normalize(states, dim=-1).cpu().numpy()
+            for index, rows in zip(batch, padded, strict=True):
+                vectors[index] = rows[: len(texts[index])]
         if not all(np.isfinite(rows).all() for rows in vectors.values()):
             raise UnavailableError(f"the weights in {self._folder} give vectors that are not finite")
-        return [vectors[number] for number in range(len(texts))]
+        return [vectors[index] for index in range(len(texts))]

@@ -6,8 +6,7 @@ CHAIR needs a file of words, with one line per object: its name, and after comma
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.untrusted.documents import read_document
 
 if TYPE_CHECKING:  # not at run time, because the module imports torch
-    from raycap.pipeline.evaluation.scores.encoders import BertEncoder, Ids
+    from raycap.pipeline.evaluation.scores.encoders import BertEncoder
 
 # English plurals that the rules of `_with_plurals` do not form: {end of the singular: end of the plural}
 _PLURALS = {
@@ -68,14 +67,13 @@ class Objects:
     @cached_property
     def _phrases(self) -> dict[tuple[str, ...], str]:
         """{words of a name: object} for all names."""
-        forms = _with_plurals if self.language == ENGLISH else lambda name: (name,)
-        phrases = {
-            tuple(metric_words(form, self.language)): object_name
-            for object_name, names in self.names.items()
-            for name in names
-            for form in forms(name)
-        }
-        return {phrase: object_name for phrase, object_name in phrases.items() if phrase}
+        phrases = {}
+        for object_name, names in self.names.items():
+            for name in names:
+                for form in _with_plurals(name) if self.language == ENGLISH else [name]:
+                    phrases[tuple(metric_words(form, self.language))] = object_name
+        phrases.pop((), None)  # of a name without words, such as "!"
+        return phrases
 
     @cached_property
     def _max_words(self) -> int:
@@ -88,13 +86,11 @@ class Objects:
         """
         found, start = [], 0
         while start < len(words):
-            for length in range(min(self._max_words, len(words) - start), 0, -1):
-                if (object_name := self._phrases.get(tuple(words[start : start + length]))) is not None:
-                    found.append(object_name)
-                    start += length
-                    break
-            else:
-                start += 1
+            phrases = [tuple(words[start:end]) for end in range(start + 1, start + self._max_words + 1)]
+            longest = next((phrase for phrase in reversed(phrases) if phrase in self._phrases), None)
+            if longest is not None:
+                found.append(self._phrases[longest])
+            start += 1 if longest is None else len(longest)
         return found
 
     def in_image(self, image: object, references: Iterable[Sequence[str]]) -> set[str]:
@@ -119,10 +115,10 @@ def read_names(path: Path) -> dict[str, tuple[str, ...]]:
         lines = read_document(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"evaluation.inputs.objects: {path} cannot be read as text: {error}") from error
-    rows = [[name.strip() for name in line.split(",")] for line in lines if line.strip()]
     objects: dict[str, tuple[str, ...]] = {}
     owner: dict[str, str] = {}  # the object of each name
-    for first, *others in rows:
+    for line in filter(str.strip, lines):
+        first, *others = map(str.strip, line.split(","))
         for name in dict.fromkeys((first, *others)):
             if not name or len(name) > MAX_NAME:
                 raise UserError(
@@ -215,48 +211,30 @@ def bert_score(encoder: BertEncoder, captions: Sequence[str], references: Sequen
     with the nearest token of the reference, and each token of the reference with the nearest one of the caption. The
     precision is the mean cosine over the caption's tokens, and the recall is the mean cosine over the reference's
     tokens. The marks at both ends of a text can be matched, but have no weight in the means. A text without tokens
-    scores 0. With idf, a token's weight is log((N + 1) / (n + 1)) if n of the N references contain it. The package
-    gives equal values if it scores one pair at a time. In a batch it also matches tokens with padding of the value 0.
+    scores 0. All tokens have equal weights. The package gives equal values if it scores one pair at a time without idf.
+    In a batch it also matches tokens with padding of the value 0.
     """
     caption_ids = encoder.ids(captions)
-    flat = iter(encoder.ids([text for texts in references for text in texts]))
-    reference_ids = [[next(flat) for _ in texts] for texts in references]
-    num_references = sum(map(len, references))
-    counts = Counter(token for image in reference_ids for ids in image for token in set(ids))
+    all_reference_ids = iter(encoder.ids([text for texts in references for text in texts]))
+    reference_ids = [[next(all_reference_ids) for _ in texts] for texts in references]
     scores = np.full((len(captions), 3), -np.inf)
     for start in range(0, len(captions), IMAGES_AT_ONCE):
         part = range(start, min(start + IMAGES_AT_ONCE, len(captions)))
         texts = list(dict.fromkeys(ids for image in part for ids in (caption_ids[image], *reference_ids[image])))
         vectors = dict(zip(texts, encoder.vectors(texts), strict=True))
-        weights = {ids: _token_weights(ids, counts if encoder.uses_idf else None, num_references) for ids in texts}
         for image in part:
             caption = caption_ids[image]
             for reference in reference_ids[image]:
-                values = greedy_match(vectors[caption], vectors[reference], weights[caption], weights[reference])
+                values = greedy_match(vectors[caption], vectors[reference])
                 scores[image] = np.maximum(scores[image], values)
     return scores
 
 
-def greedy_match(
-    caption: np.ndarray, reference: np.ndarray, caption_weights: np.ndarray, reference_weights: np.ndarray
-) -> tuple[float, float, float]:
-    """The precision, recall and F1 of one pair of texts, from their unit vectors (T, W) and token weights (T,)."""
+def greedy_match(caption: np.ndarray, reference: np.ndarray) -> tuple[float, float, float]:
+    """The precision, recall and F1 of one pair of texts, from the unit vectors (T, W) of their tokens and marks."""
     if min(len(caption), len(reference)) <= 2:  # one of the texts has only its two marks
         return 0.0, 0.0, 0.0
     cosine = caption.astype(np.float64) @ reference.astype(np.float64).T
-    precision, recall = (
-        float(nearest @ weights / weights.sum()) if weights.any() else 0.0
-        for nearest, weights in ((cosine.max(1), caption_weights), (cosine.max(0), reference_weights))
-    )
+    precision, recall = float(cosine.max(1)[1:-1].mean()), float(cosine.max(0)[1:-1].mean())
     total = precision + recall
     return precision, recall, 2 * precision * recall / total if total else 0.0
-
-
-def _token_weights(ids: Ids, counts: Counter[int] | None, num_references: int) -> np.ndarray:
-    """The weight of each token of a text (T,), 0 for its marks. counts: references per token, or None without idf."""
-    if counts is None:
-        weights = np.ones(len(ids))
-    else:
-        weights = np.array([math.log((num_references + 1) / (counts[token] + 1)) for token in ids])
-    weights[[0, -1]] = 0.0
-    return weights

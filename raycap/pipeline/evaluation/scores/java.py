@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -59,8 +60,6 @@ def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
-    if not jar.is_file():
-        raise JavaError(f"{jar.name} is missing from the package pycocoevalcap; install it again")
 
     def to_text(tokens: Caption) -> str:
         return " ".join(tokens).replace("|||", "")  # because METEOR separates captions by |||
@@ -88,25 +87,26 @@ def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]
     # SPICE's serializer needs access to these packages, which Java forbids by default since version 16.
     opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
     paths = os.pathsep.join(map(str, (package / "spice-1.0.jar", package / "lib" / "*", models / "*")))
-    data = [
+    images = [
         {"image_id": i, "test": " ".join(prediction), "refs": [" ".join(caption) for caption in captions]}
         for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True))
     ]
     options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
     main = ["edu.anu.spice.SpiceScorer", "in.json", "-out", "out.json", "-subset", "-silent"]
 
-    def run(process: subprocess.Popen[str]) -> list[float]:
-        process.communicate()
-        if process.returncode:
-            raise ValueError(f"it ended with exit code {process.returncode}")
-        items = {item["image_id"]: item["scores"] for item in json.loads((folder / "out.json").read_text("utf-8"))}
-        return [float(items[image]["All"]["f"]) for image in range(len(data))]
-
     with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
         folder = Path(name)
-        (folder / "in.json").write_text(json.dumps(data), encoding="utf-8")
-        deadline_s = SPICE_DEADLINE_S[0] + SPICE_DEADLINE_S[1] * len(data)
-        return _with_java([*java, *options, *main], folder, run, deadline_s)
+        (folder / "in.json").write_text(json.dumps(images), encoding="utf-8")
+
+        def wait(process: subprocess.Popen[str]) -> list[float]:
+            process.communicate()
+            if process.returncode:
+                raise ValueError(f"it ended with exit code {process.returncode}")
+            items = {item["image_id"]: item["scores"] for item in json.loads((folder / "out.json").read_text("utf-8"))}
+            return [float(items[i]["All"]["f"]) for i in range(len(images))]
+
+        deadline_s = SPICE_DEADLINE_S[0] + SPICE_DEADLINE_S[1] * len(images)
+        return _with_java([*java, *options, *main], folder, wait, deadline_s)
 
 
 def spice_models() -> Path:
@@ -155,7 +155,8 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     java = shutil.which("java")
     if java is None:
         raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
-    (smallest, largest), free = heap_mb, free_memory_mb()
+    smallest, largest = heap_mb
+    free = free_memory_mb()
     if free < smallest * 1.25:  # 25 % more, because Java also needs memory outside its heap
         raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
@@ -193,20 +194,19 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
             )
     except OSError as error:
         raise JavaError(f"java could not be started: {error}") from error
-    is_late = threading.Event()
 
-    def kill(late: bool = False) -> None:
-        if late:
-            is_late.set()
+    def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(deadline_s, kill, (True,))
+    deadline = time.monotonic() + deadline_s
+    timer = threading.Timer(deadline_s, kill)
     timer.start()
     try:
         return use(process)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = "java gave no answer within the deadline" if is_late.is_set() else f"java failed ({one_line(error)})"
+        is_late = time.monotonic() >= deadline
+        reason = "java gave no answer within the deadline" if is_late else f"java failed ({one_line(error)})"
         raise JavaError(f"{reason}{_stderr_excerpt(folder)}") from error
     finally:
         timer.cancel()

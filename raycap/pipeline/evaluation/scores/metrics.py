@@ -6,7 +6,6 @@ BLEU, ROUGE-L and CIDEr-D have the values of pycocoevalcap and run in this proce
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -33,6 +32,7 @@ from raycap.pipeline.evaluation.scores.java import JavaError
 from raycap.pipeline.evaluation.scores.words import caption_stats, words_of_all, words_signature
 from raycap.pipeline.runtime.names import shorten
 from raycap.pipeline.storage.s3 import StorageOptions
+from raycap.pipeline.version import version_of
 
 if TYPE_CHECKING:  # not at run time, because the module imports torch
     from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
@@ -88,18 +88,18 @@ class ScoreInputs:
 
         several: as the field. uris: {image id: URI}. Raises UserError if a file of objects cannot be read.
         """
-        objects, clip, pac, bert = Objects.read(section, language, data), None, None, None
-        if section.clip or section.pac or section.bert:
-            # here, because the module imports torch, which checking a configuration must not load
-            from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
+        objects = Objects.read(section, language, data)
+        if not (section.clip or section.pac or section.bert):
+            return cls(objects, several or None)
+        # here, because the module imports torch, which checking a configuration must not load
+        from raycap.pipeline.evaluation.scores.encoders import BertEncoder, ClipEncoder
 
-            max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
-            clip, pac = (
-                None if files is None else ClipEncoder(files, uris or {}, max_pixels, options)
-                for files in (section.clip, section.pac)
-            )
-            bert = None if section.bert is None else BertEncoder(section.bert)
-        return cls(objects, several or None, clip, pac, bert)
+        max_pixels = DataSection.model_fields["max_pixels"].default if data is None else data.max_pixels
+        clip, pac = (
+            ClipEncoder(files, uris or {}, max_pixels, options) if files else None
+            for files in (section.clip, section.pac)
+        )
+        return cls(objects, several or None, clip, pac, BertEncoder(section.bert) if section.bert else None)
 
 
 def _needed(inputs: ScoreInputs, field: Input) -> Any:
@@ -119,10 +119,11 @@ class CaptionWords:
     @cached_property
     def corpus(self) -> ngrams.Corpus:
         """The captions as word ids for BLEU and CIDEr-D. A PTB token with white space ("1 1/2") gives several words."""
-        predictions, *references = (
-            [" ".join(tokens).split() for tokens in captions] for captions in (self.predictions, *self.references)
-        )
-        return ngrams.Corpus.build(predictions, references)
+
+        def words(captions: list[list[str]]) -> list[list[str]]:
+            return [" ".join(tokens).split() for tokens in captions]
+
+        return ngrams.Corpus.build(words(self.predictions), list(map(words, self.references)))
 
 
 @dataclass(frozen=True)
@@ -298,17 +299,15 @@ class MetricScores:
 
     def repairable(self, language: str) -> dict[str, str]:
         """{metric: reason} for Java metrics that failed now and may succeed later or on another machine."""
-        java = [
-            name for metric in TABLE if metric.jar and not _other_language(metric, language) for name in metric.names
-        ]
-        scores = {name: self.by_name[name].unavailable for name in java if name in self.by_name}
-        return {name: reason for name, reason in scores.items() if reason}
+        if language != ENGLISH:  # the Java metrics have no values for other languages
+            return {}
+        reasons = {name: score.unavailable for name, score in self.by_name.items() if name in JAVA_METRICS}
+        return {name: reason for name, reason in reasons.items() if reason}
 
     def to_json(self) -> Values:
         """The values, the reasons of unavailable metrics, the signature and the extras."""
         unavailable = {name: score.unavailable for name, score in self.by_name.items() if score.unavailable}
-        scores = {"scores": self.values, "unavailable": unavailable}
-        return scores | {"signature": self.signature, "extras": self.extras}
+        return {"scores": self.values, "unavailable": unavailable, "signature": self.signature, "extras": self.extras}
 
 
 def score_captions(
@@ -337,7 +336,7 @@ def score_captions(
     captions = TokenizedCaptions(predicted, words, image_ids, language, inputs, raw)
     by_name: dict[str, Score] = {}
     for metric in TABLE:
-        if set(metric.names) & set(metrics):
+        if not set(metric.names).isdisjoint(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
     extras |= caption_stats(predicted, language, training_captions)
@@ -353,15 +352,15 @@ def _words_by_image(captions: Sequence[Sequence[str]], language: str) -> list[li
 
 def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
     """The score of each name of a metric. If the metric cannot be computed, the scores give the reason."""
-    if (reason := _other_language(metric, captions.language)) is None:
-        try:
-            return metric.compute(captions)
-        except (JavaError, UnavailableError) as error:
-            reason = str(error)
-        except Exception as error:
-            if metric.jar is None:
-                raise
-            reason = f"{type(error).__name__}: {error}"
+    try:
+        _check_language(metric, captions.language)
+        return metric.compute(captions)
+    except (JavaError, UnavailableError) as error:
+        reason = str(error)
+    except Exception as error:
+        if metric.jar is None:
+            raise
+        reason = f"{type(error).__name__}: {error}"
     return [Score(unavailable=reason)] * len(metric.names)
 
 
@@ -388,10 +387,6 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, languag
     A signature names tokenizer, language, document frequencies, EOS rule, data and versions.
     """
     counts = {len(image) for image in captions.references}
-    try:
-        version = importlib.metadata.version("raycap")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        version = "unknown"
     available = {name for name, score in scores.items() if score.unavailable is None}
     jars = [metric.jar for metric in TABLE if metric.jar and available.issuperset(metric.names)]
     used = [metric.needs for metric in TABLE if available.issuperset(metric.names)]
@@ -399,16 +394,16 @@ def _signature(scores: Mapping[str, Score], captions: TokenizedCaptions, languag
     refs = "-".join(map(str, sorted({min(counts), max(counts)})))
     return (
         f"{words_signature(language)}|df:corpus({len(captions.references)} images)|eos:none|refs:{refs}"
-        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}{''.join(encoders)}|raycap:{version}"
+        f"|as:{'+'.join(['pycocoevalcap-1.2', *jars])}{''.join(encoders)}|raycap:{version_of('raycap')}"
     )
 
 
-def _other_language(metric: Metric, language: str) -> str | None:
-    """Why a metric has no value for captions in a language, or None if it has one."""
-    if not metric.english_only or language == ENGLISH:
-        return None
-    verb = "is" if len(metric.names) == 1 else "are"
-    return f"{' and '.join(metric.names)} {verb} defined for English captions only, and the language is {language}"
+def _check_language(metric: Metric, language: str) -> None:
+    """Raises UnavailableError if a metric has no value for captions in a language."""
+    if metric.english_only and language != ENGLISH:
+        raise UnavailableError(
+            f"{metric.names[0]} is defined for English captions only, and the language is {language}"
+        )
 
 
 def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | None = None) -> str | None:
@@ -417,14 +412,14 @@ def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | No
     name: a metric, or a cost such as macs, for which nothing is checked. inputs: if they are given, they must have what
     the metric needs.
     """
+    metric = next((metric for metric in TABLE if name in metric.names), None)
+    if metric is None:
+        return None
     try:
-        for metric in TABLE:
-            if name in metric.names:
-                if reason := _other_language(metric, language):
-                    return reason
-                metric.check()
-                if inputs is not None and metric.needs is not None:
-                    _needed(inputs, metric.needs)
+        _check_language(metric, language)
+        metric.check()
+        if inputs is not None and metric.needs is not None:
+            _needed(inputs, metric.needs)
     except (JavaError, UnavailableError) as error:
         return str(error)
     return None

@@ -27,20 +27,22 @@ class Counts:
     ngram: np.ndarray  # (R,) index of the n-gram
     count: np.ndarray  # (R,) how often the caption contains the n-gram
     size: int  # the number of distinct n-grams in the corpus
-    predictions: int  # the number of rows that belong to predictions, which precede the rows of references
+    num_prediction_rows: int  # the number of rows that belong to predictions, which precede the rows of references
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Predictions and references as word ids. Caption i < images is image i's prediction. Later ones are references.
+    """Predictions and references as word ids.
 
     words: (W,), the word ids of all captions. lengths: (C,), words per caption. image: (C,), the image of each caption.
+    num_predictions: so many captions at the start are predictions, and the other captions are references. In
+    `Corpus.build`, caption i is the prediction of image i.
     """
 
     words: np.ndarray
     lengths: np.ndarray
     image: np.ndarray
-    images: int
+    num_predictions: int
 
     @classmethod
     def build(cls, predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> Corpus:
@@ -50,22 +52,21 @@ class Corpus:
         return cls.of_captions(captions, image, len(predictions))
 
     @classmethod
-    def of_captions(cls, captions: Sequence[Sequence[str]], image: np.ndarray, images: int) -> Corpus:
-        """Builds the corpus of captions, given as words. The first `images` are predictions. image: see `Corpus`."""
+    def of_captions(cls, captions: Sequence[Sequence[str]], image: np.ndarray, num_predictions: int) -> Corpus:
+        """Builds the corpus of captions, given as words. image, num_predictions: see `Corpus`."""
         ids: dict[str, int] = {}
         words = np.array([ids.setdefault(word, len(ids)) for caption in captions for word in caption], np.int64)
-        return cls(words, np.array([len(c) for c in captions], np.int64), image, images)
+        return cls(words, np.array([len(c) for c in captions], np.int64), image, num_predictions)
 
     @cached_property
     def reference_counts(self) -> np.ndarray:
         """The number of references of each image (images,)."""
-        return np.bincount(self.image[self.images :], minlength=self.images)
+        return np.bincount(self.image[self.num_predictions :], minlength=self.num_predictions)
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
         """The counts of n-grams for n = 1 to ORDERS."""
-        captions = len(self.lengths)
-        caption = np.repeat(np.arange(captions), self.lengths)
+        caption = np.repeat(np.arange(len(self.lengths)), self.lengths)  # the caption of each word
         # the number of words from each word to the end of its caption, which limits the n-grams that start there
         remaining = np.repeat(np.cumsum(self.lengths), self.lengths) - np.arange(len(self.words))
         start = np.arange(len(self.words))  # the position of the first word of each n-gram of this order
@@ -79,18 +80,18 @@ class Corpus:
             distinct, index = np.unique(index * num_words + self.words[start + order - 1], return_inverse=True)
             rows, count = np.unique(caption[start] * (len(distinct) + 1) + index, return_counts=True)
             row_caption, row_ngram = np.divmod(rows, len(distinct) + 1)
-            predictions = int(np.searchsorted(row_caption, self.images))
-            result.append(Counts(row_caption, row_ngram, count, len(distinct), predictions))
+            num_prediction_rows = int(np.searchsorted(row_caption, self.num_predictions))
+            result.append(Counts(row_caption, row_ngram, count, len(distinct), num_prediction_rows))
         return tuple(result)
 
     def match(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
         """M pairs of rows with the same image and n-gram: the rows of references (M,) and of predictions (M,)."""
         keys = self.image[counts.caption] * (counts.size + 1) + counts.ngram
-        prediction_keys, reference_keys = np.split(keys, [counts.predictions])
-        row = np.searchsorted(prediction_keys, reference_keys)
-        matches = np.flatnonzero(row < len(prediction_keys))
-        matches = matches[prediction_keys[row[matches]] == reference_keys[matches]]
-        return matches + counts.predictions, row[matches]
+        prediction_keys, reference_keys = np.split(keys, [counts.num_prediction_rows])
+        row = np.searchsorted(prediction_keys, reference_keys)  # the first prediction row whose key is not smaller
+        candidates = np.flatnonzero(row < len(prediction_keys))
+        matches = candidates[prediction_keys[row[candidates]] == reference_keys[candidates]]
+        return matches + counts.num_prediction_rows, row[matches]
 
 
 def _group_numbers(groups: Sequence[Sequence[object]]) -> np.ndarray:
@@ -104,7 +105,7 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     Source: pycocoevalcap/bleu/bleu_scorer.py with `option="closest"`. If two lengths are equally close, the shorter one
     counts.
     """
-    images = corpus.images
+    images = corpus.num_predictions
     length, reference_length = corpus.lengths[:images], corpus.lengths[images:]
     image = corpus.image[images:]
     # Sorted by image, then by the difference of lengths, then by length, so the first reference of an image is closest.
@@ -116,19 +117,21 @@ def bleu(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     correct = np.zeros((ORDERS, images))
     for n, counts in enumerate(corpus.counts):
         reference, prediction = corpus.match(counts)
-        max_count = np.zeros(counts.predictions, np.int64)  # largest count of the n-gram in one reference
+        max_count = np.zeros(counts.num_prediction_rows, np.int64)  # largest count of the n-gram in one reference
         np.maximum.at(max_count, prediction, counts.count[reference])
-        clipped = np.minimum(max_count, counts.count[: counts.predictions])
-        correct[n] = np.bincount(counts.caption[: counts.predictions], clipped, minlength=images)
+        clipped = np.minimum(max_count, counts.count[: counts.num_prediction_rows])
+        correct[n] = np.bincount(counts.caption[: counts.num_prediction_rows], clipped, minlength=images)
 
-    def score(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
-        """BLEU-1..4 (4, ...): geometric means of correct / guess (4, ...), times the penalty for the lengths (...)."""
-        product = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
-        exponents = (1.0 / np.arange(1, ORDERS + 1)).reshape(-1, *[1] * (correct.ndim - 1))  # 1/n in row n - 1
-        ratio = (length + _TINY) / (closest + _SMALL)
-        return product**exponents * np.where(ratio < 1, np.exp(1 - 1 / np.minimum(ratio, 1)), 1.0)
+    over_corpus = _bleu_values(correct.sum(1), guess.sum(1), length.sum(), closest.sum())
+    return over_corpus, _bleu_values(correct, guess, length, closest)
 
-    return score(correct.sum(1), guess.sum(1), length.sum(), closest.sum()), score(correct, guess, length, closest)
+
+def _bleu_values(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, closest: np.ndarray) -> np.ndarray:
+    """BLEU-1..4 (4, ...): geometric means of correct / guess (4, ...), times the penalty for the lengths (...)."""
+    product = np.cumprod((correct + _TINY) / (guess + _SMALL), axis=0)
+    exponents = (1.0 / np.arange(1, ORDERS + 1)).reshape(-1, *[1] * (correct.ndim - 1))  # 1/n in row n - 1
+    ratio = (length + _TINY) / (closest + _SMALL)
+    return product**exponents * np.exp(1 - 1 / np.minimum(ratio, 1))  # the last factor is 1 if no caption is too short
 
 
 def cider_d(corpus: Corpus) -> np.ndarray:
@@ -163,32 +166,35 @@ def cider_r(corpus: Corpus) -> np.ndarray:
 def _bigrams(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
     """Two numbers of bigrams for each reference: of its image's prediction (references,), and its own (references,)."""
     bigrams = np.maximum(corpus.lengths - 1, 0).astype(float)
-    return bigrams[corpus.image[corpus.images :]], bigrams[corpus.images :]
+    return bigrams[corpus.image[corpus.num_predictions :]], bigrams[corpus.num_predictions :]
 
 
 def _repetition(corpus: Corpus) -> np.ndarray:
     """CIDEr-R's penalty for repetitions in the prediction, compared with each reference (references,)."""
-    words, image = corpus.counts[0], corpus.image[corpus.images :]
-    count, caption = words.count[: words.predictions], words.caption[: words.predictions]
-    # Sums of logarithms: first as if the reference contained no word, then corrected for the words that it contains
-    total = -np.bincount(caption, np.log(count), minlength=corpus.images)[image]
+    words, image = corpus.counts[0], corpus.image[corpus.num_predictions :]
+    count, caption = words.count[: words.num_prediction_rows], words.caption[: words.num_prediction_rows]
+    # The logarithm of the product: first as if the reference contained no word, then corrected for words it contains
+    log_product = -np.bincount(caption, np.log(count), minlength=corpus.num_predictions)[image]
     reference, prediction = corpus.match(words)
-    factor = np.log(words.count[prediction]) - np.log1p(np.abs(words.count[prediction] - words.count[reference]))
-    total += np.bincount(words.caption[reference] - corpus.images, factor, minlength=len(image))
-    return np.exp(total / np.maximum(np.bincount(caption, minlength=corpus.images), 1)[image])
+    log_change = np.log(words.count[prediction]) - np.log1p(np.abs(words.count[prediction] - words.count[reference]))
+    log_product += np.bincount(words.caption[reference] - corpus.num_predictions, log_change, minlength=len(image))
+    num_words = np.maximum(np.bincount(caption, minlength=corpus.num_predictions), 1)  # distinct words
+    return np.exp(log_product / num_words[image])
 
 
 def _mean_of_references(corpus: Corpus, penalty: np.ndarray) -> np.ndarray:
     """CIDEr of each image (images,) times 10, with clipped weights. penalty: a factor per reference (references,)."""
-    image = corpus.image[corpus.images :]
+    image = corpus.image[corpus.num_predictions :]
     total = np.zeros(len(image))
-    for counts, weight, norm in _tf_idf(corpus, corpus.images):
+    for counts, weight, norm in _tf_idf(corpus, corpus.num_predictions):
         reference, prediction = corpus.match(counts)
         product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
-        dot = np.bincount(counts.caption[reference] - corpus.images, product, minlength=len(image))
-        norms = norm[image] * norm[corpus.images :]
+        dot = np.bincount(counts.caption[reference] - corpus.num_predictions, product, minlength=len(image))
+        norms = norm[image] * norm[corpus.num_predictions :]
         total += np.divide(dot, norms, out=np.zeros(len(dot)), where=norms != 0)
-    return np.bincount(image, total * penalty, minlength=corpus.images) / ORDERS / corpus.reference_counts * 10.0
+    return (
+        np.bincount(image, total * penalty, minlength=corpus.num_predictions) / ORDERS / corpus.reference_counts * 10.0
+    )
 
 
 def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarray, np.ndarray]]:
@@ -199,7 +205,7 @@ def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarra
     """
     for counts in corpus.counts:
         width = counts.size + 1
-        in_references = slice(counts.predictions, None)
+        in_references = slice(counts.num_prediction_rows, None)
         documents = corpus.image[counts.caption[in_references]] * width + counts.ngram[in_references]
         frequency = np.bincount(np.unique(documents) % width, minlength=width)
         weight = counts.count * (np.log(float(num_images)) - np.log(np.maximum(1.0, frequency)))[counts.ngram]

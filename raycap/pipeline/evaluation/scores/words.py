@@ -176,17 +176,8 @@ _PRINT_FORMS = (
     | dict.fromkeys("€¤\u0080", "$")
     | {"£": "#", "¢": "cents", "½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3"}
     | {"&lt;": "<", "&gt;": ">", "&amp;": "&", "&quot;": "''", "&apos;": "'", "&nbsp;": "", "&mdash;": "--"}
-    | {
-        "\u00ad": "",
-        "(": "-lrb-",
-        ")": "-rrb-",
-        "---": "--",
-        "----": "--",
-        "{": "-lcb-",
-        "}": "-rcb-",
-        "[": "-lsb-",
-        "]": "-rsb-",
-    }
+    | {"\u00ad": "", "---": "--", "----": "--"}
+    | {"(": "-lrb-", ")": "-rrb-", "{": "-lcb-", "}": "-rcb-", "[": "-lsb-", "]": "-rsb-"}
 )
 _QUOTES = frozenset("“”«»‘’‹›„‚\u0091\u0092\u0093\u0094'`")
 _DROPPED = PUNCTUATION | {"", "\u200b", "\ufeff"}  # \u200b and \ufeff are characters without width
@@ -203,11 +194,11 @@ def _rules() -> tuple[re.Pattern[str], ...]:
 @cache
 def _plain() -> re.Pattern[str]:
     """The pattern of a plain piece: a word, possibly with a comma, full stop or 's. Its tokens need no context."""
-    stopped = f"{_CLOSING_ABBREVIATIONS} {_ABBREVIATIONS} {_CAPITALIZED_ABBREVIATIONS} {_CLOSING_NOT_UPPER}"
-    stopped = f"{stopped} {_NOT_UPPER} {_NUMBER_ABBREVIATIONS}"
-    special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(stopped)}\.)"
+    any_letters = f"{_CLOSING_ABBREVIATIONS} {_ABBREVIATIONS} {_NUMBER_ABBREVIATIONS}"
+    some_letters = f"{_CAPITALIZED_ABBREVIATIONS} {_CLOSING_NOT_UPPER} {_NOT_UPPER}"
+    not_special = rf"(?!{_any_case(_TWO_WORDS)}(?![a-zA-Z])|{_any_case(f'{any_letters} {some_letters}')}\.)"
     word = r"([A-Za-z]+|[A-Za-z]{2,}(?:-[A-Za-z]{2,})*)"
-    return re.compile(rf"{special}{word}(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?")
+    return re.compile(rf"{not_special}{word}(?:,|(?<=..)\.|(?<=[A-Za-z]{{2}})('s))?")
 
 
 @lru_cache(maxsize=1 << 17)
@@ -216,7 +207,10 @@ def _plain_tokens(piece: str) -> tuple[str, ...] | None:
     if piece in (".", ","):
         return ()
     match = _plain().fullmatch(piece)
-    return match and tuple(filter(None, (match[1].lower(), match[2])))
+    if match is None:
+        return None
+    word, possessive = match[1].lower(), match[2]
+    return (word, possessive) if possessive else (word,)
 
 
 def tokenize(caption: str, following: str = "") -> list[str]:
@@ -247,16 +241,18 @@ def _apply_rules(caption: str, following: str) -> list[str]:
         if text[position].isspace() and text[position] != "\u0085":  # PTB reads \u0085 as "...", not as a space
             position += 1
             continue
-        if position == 0 or text[position - 1].isspace():
-            piece = _PIECE.match(text, position)
-            if piece and (plain := _plain_tokens(piece[0])) is not None:
-                tokens += plain
-                position = piece.end()
-                continue
+        is_start = position == 0 or text[position - 1].isspace()
+        piece = _PIECE.match(text, position) if is_start else None
+        plain = _plain_tokens(piece[0]) if piece else None
+        if piece and plain is not None:
+            tokens += plain
+            position = piece.end()
+            continue
         matches = [match for pattern in _rules() if (match := pattern.match(text, position))]
-        token = max(matches, key=re.Match.end)[1] if matches else ""  # `max` takes the first of equally long matches
+        token = max(matches, key=re.Match.end)[1]  # `max` takes the first of equally long matches
         position += len(token)
-        if token < _FIRST_DROPPED and (printed := _print_form(token)) not in _DROPPED:
+        printed = _print_form(token)
+        if token < _FIRST_DROPPED and printed not in _DROPPED:
             tokens.append(printed)
     return tokens
 
@@ -316,8 +312,7 @@ def caption_stats(
         "distinct_words": len({word for tokens in captions for word in tokens}),
     }
     if language == ENGLISH:
-        open_endings = sum(bool(tokens) and tokens[-1] in OPEN_ENDINGS for tokens in captions)
-        stats["broken_endings"] = open_endings / total
+        stats["broken_endings"] = sum(tokens[-1] in OPEN_ENDINGS for tokens in captions if tokens) / total
     if training_captions is not None:
         distinct = set(map(tuple, captions))
         seen = distinct.intersection(tuple(metric_words(caption, language)) for caption in training_captions)
