@@ -240,8 +240,11 @@ def compare_graphs(
 
 def _empty(cache: Sequence[GraphTensor], images: int) -> list[Tensor]:
     """The tensors of the cache before the first step. Dynamic dimensions have size 0, because there is no token."""
-    shapes = ([0 if dim in each.dims else size for dim, size in enumerate(each.example.shape)] for each in cache)
-    return [each.example.new_zeros(images, *shape[1:]) for each, shape in zip(cache, shapes, strict=True)]
+    tensors = []
+    for each in cache:
+        shape = [0 if dim in each.dims else size for dim, size in enumerate(each.example.shape)]
+        tensors.append(each.example.new_zeros(images, *shape[1:]))
+    return tensors
 
 
 def _difference(tensor: Tensor, exported: np.ndarray) -> float:

@@ -35,7 +35,7 @@ class RefusedError(Exception):
     """
 
     def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
-        super().__init__(status, message, retry_after_s)
+        super().__init__(status, message, retry_after_s)  # all three, because unpickling passes them to __init__ again
         self.status, self.message, self.retry_after_s = status, message, retry_after_s
 
     def __str__(self) -> str:
