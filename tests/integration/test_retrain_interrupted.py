@@ -106,7 +106,10 @@ def ahead(
     if verdict == "kept":
         world.add("train", 16, range(8))
     first(world)
-    world.add("train", 40, range(8) if verdict == "kept" else range(3, 8), wrong=verdict == "kept")
+    if verdict == "kept":
+        world.add("train", 40, range(8), wrong=True)
+    else:
+        world.add("train", 10, range(3, 8))
     saved = {name: (world.storage / name).read_bytes() for name in world.storage.list()}
 
     def worlds() -> Iterator[World]:
