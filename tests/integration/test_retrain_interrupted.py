@@ -102,7 +102,7 @@ def ahead(
     # rendering the page takes longer than all other steps
     monkeypatch.setattr(decision_module, "decision_page", lambda *arguments: "a page")
     world = World(tmp_path, request.getfixturevalue("s3") if where == "s3" else None)
-    world.begin()
+    world.begin(size=1)
     if verdict == "kept":
         world.add("train", 16, range(8))
     first(world)
