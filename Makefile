@@ -39,7 +39,7 @@ reproduce: $(READY)
 
 # All but benchmarks/serve.py, which needs a model, and `raycap bench gpu`, which needs a GPU.
 bench: $(READY)
-	for name in models train caption reward metrics extract; do $(BIN)/python benchmarks/$$name.py || exit; done
+	for name in models train reward metrics extract; do $(BIN)/python benchmarks/$$name.py || exit; done
 
 # SPICE's models, which no package carries; needs Java and Maven.
 spice: $(READY)

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +24,6 @@ from raycap.pipeline.storage.weights import save_weights
 from raycap.pipeline.version import package_folder
 
 from measuring import Threads, in_new_process, noise_jpegs
-
-if TYPE_CHECKING:
-    from raycap.pipeline.features.extraction import Extractor
 
 
 def bench_extract(

@@ -19,7 +19,7 @@ from raycap.jobs.bench_gpu.measuring import timed
 
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads. The default is torch's choice.")]
 References = Annotated[
-    Path | None, typer.Option(help="A COCO or Karpathy caption file. The default is generated captions.")
+    Path | None, typer.Option(help="A COCO or Karpathy caption file. The default is captions of the demo's scenes.")
 ]
 Result = TypeVar("Result")
 

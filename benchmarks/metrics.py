@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from raycap.pipeline.data.caption_files import ImageId, read_references
+from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import BLEU, Score, score_captions
 
@@ -16,22 +17,6 @@ from measuring import References, median_seconds
 
 METRICS = (*BLEU, "ROUGE-L", "CIDEr-D")
 NUM_REFERENCES = 5  # captions per image
-
-# alternatives for the parts of a generated caption
-SUBJECTS = (
-    "A man|A young woman in a red hat|Two dogs|A black-and-white cat|Several people|The boy's brother|"
-    'A group of tourists|An old truck|A bowl of fruit|A street sign that says "Main St."|Three zebras|'
-    "A pizza, cut in slices,"
-)
-VERBS = (
-    "sitting on|standing next to|is parked in front of|looking at|leaning against|walks past|doesn't notice|"
-    "riding along|lies beneath|is being held over"
-)
-OBJECTS = (
-    "a wooden table|the busy street|a snow-covered hill|a large body of water|an open refrigerator|a tennis court|"
-    "the 2nd floor window|a laptop computer|a brick building|green grass|a kite at 10:30 a.m."
-)
-ENDS = "| on a sunny day| in the city| with a dog nearby| at night| near the beach|, smiling| together"
 
 
 def bench_metrics(
@@ -41,16 +26,17 @@ def bench_metrics(
 ) -> None:
     """Time of the caption metrics beside pycocoevalcap.
 
-    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is
-    printed. A prediction is one of the image's references with words left out and swapped. Generated captions are
-    shorter than COCO's and have fewer distinct words. pycocoevalcap's time includes its tokenizer only where Java is
-    installed.
+    BLEU, ROUGE-L and CIDEr-D are computed with tokenization, and the largest difference of their values is printed. A
+    prediction is one of the image's references with words left out and swapped. By default the references are captions
+    of the demo's scenes. pycocoevalcap's time has no tokenization.
 
     Example: python benchmarks/metrics.py --images 5000
     """
-    captions = _captions_from(references, images) if references else _generated(images)
+    if references is None:
+        source, captions = "captions of scenes", {image: make_scene(0, image)[1] for image in range(images)}
+    else:
+        source, captions = references.name, _captions_from(references, images)
     predictions = _predictions(captions)
-    source = references.name if references else "generated captions"
     print(f"{len(captions)} images x {NUM_REFERENCES} references ({source}), median of {repeats}")
 
     def score() -> dict[str, Score]:
@@ -71,30 +57,24 @@ def _pycocoevalcap(
     from pycocoevalcap.bleu.bleu import Bleu
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
-    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    # pycocoevalcap's format, first of the references, then of the predictions
-    raw = [{image: [{"caption": text} for text in texts] for image, texts in captions.items()}]
-    raw.append({image: [{"caption": predictions[image]}] for image in captions})
-    try:
-        tokenized, tokenizer_seconds = median_seconds(lambda: [PTBTokenizer().tokenize(part) for part in raw], repeats)
-        parts = f"its tokenizer (Java) {tokenizer_seconds:.2f} s"
-    except OSError as error:  # no java, or its package folder cannot be written
-        rows = ptb.tokenize_all([text["caption"] for part in raw for texts in part.values() for text in texts])
-        lines = iter(" ".join(tokens) for tokens in rows)
-        tokenized = [{image: [next(lines) for _ in texts] for image, texts in part.items()} for part in raw]
-        tokenizer_seconds, parts = 0.0, f"without its tokenizer ({error})"
+    def tokenized(texts_of: dict[ImageId, list[str]]) -> dict[ImageId, list[str]]:
+        """The captions of each image, tokenized by raycap, because pycocoevalcap's tokenizer needs Java."""
+        lines = iter(ptb.tokenize_all([text for texts in texts_of.values() for text in texts]))
+        return {image: [" ".join(next(lines)) for _ in texts] for image, texts in texts_of.items()}
+
+    of_references, of_predictions = tokenized(captions), tokenized({image: [predictions[image]] for image in captions})
 
     def score() -> dict[str, Score]:
-        values, per_image = Bleu(len(BLEU)).compute_score(*tokenized, verbose=0)
+        values, per_image = Bleu(len(BLEU)).compute_score(of_references, of_predictions, verbose=0)
         scores = {name: Score(values[n], per_image[n]) for n, name in enumerate(BLEU)}
         for name, scorer in (("ROUGE-L", Rouge()), ("CIDEr-D", Cider())):
-            value, per_image = scorer.compute_score(*tokenized)
+            value, per_image = scorer.compute_score(of_references, of_predictions)
             scores[name] = Score(float(value), list(map(float, per_image)))
         return scores
 
     scores, seconds = median_seconds(score, repeats)
-    print(f"  pycocoevalcap  {tokenizer_seconds + seconds:6.2f} s  {parts}, scorers {seconds:.2f} s")
+    print(f"  pycocoevalcap  {seconds:6.2f} s  the same, without tokenization")
     return scores
 
 
@@ -113,17 +93,6 @@ def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
             f"{path} has {len(enough)} images with {NUM_REFERENCES} captions; give --images {len(enough)}"
         )
     return dict(list(enough.items())[:images])
-
-
-def _generated(images: int) -> dict[ImageId, list[str]]:
-    """Five captions for each image, put together at random from the parts above."""
-    generator, parts = random.Random(0), [part.split("|") for part in (SUBJECTS, VERBS, OBJECTS, ENDS)]
-
-    def caption() -> str:
-        subject, verb, thing, end = map(generator.choice, parts)
-        return f"{subject} {verb} {thing}{end}."
-
-    return {image: [caption() for _ in range(NUM_REFERENCES)] for image in range(images)}
 
 
 def _predictions(captions: dict[ImageId, list[str]]) -> dict[ImageId, str]:

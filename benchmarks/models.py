@@ -6,17 +6,14 @@ It imports neither Ray nor MLflow, boto3, pydantic and timm, so that it runs on 
 from __future__ import annotations
 
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from torch import Tensor
 
 from raycap.jobs.bench_gpu.measuring import timed
 from raycap.models.base import CaptionModel, Features
@@ -57,28 +54,31 @@ def bench_models(
     images: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each form; medians are printed.")] = 5,
     threads: Threads = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Speed of the model's forms and cost of Table VI's rows.
 
-    The factorized, cached model is compared with the materialized, prefix-recomputing one.
+    The factorized, cached model is compared with the materialized, prefix-recomputing one. Both forms run first with
+    Python's default allocator, as the reference runs. Then they run after `prepare_processor`, as raycap runs: freed
+    memory is kept for reuse.
 
     Example: python benchmarks/models.py --images 16
     """
     begin = time.monotonic()
-    on_cuda = device != "cpu" and torch.cuda.is_available()
-    if device == "cuda" and not on_cuda:
-        raise typer.BadParameter("torch finds no CUDA device here; use --device cpu")
+    on_cuda = torch.cuda.is_available()
     if threads is not None:
         torch.set_num_threads(threads)
-    hardware = torch.cuda.get_device_name() if on_cuda else f"{_processor()}, {torch.get_num_threads()} threads"
+    hardware = torch.cuda.get_device_name() if on_cuda else f"{torch.get_num_threads()} threads"
     print(
         f"ExpansionNet v2 at the paper's size: L = {IMAGE_TOKENS}, G = {{32,64,128,256,512}}, N_E = 16, d = 512, "
         f"{images} images; median of {repeats}\n"
         f"{hardware}; torch {torch.__version__}, Python {platform.python_version()}"
     )
     _print_costs()
-    measure(paper_model(torch.device("cuda" if on_cuda else "cpu")), images, repeats)
+    model = paper_model(torch.device("cuda" if on_cuda else "cpu"))
+    rows = compare_forms(model, images, repeats)
+    prepare_processor()
+    _print_ratios(rows, compare_forms(model, images, repeats))
+    _print_bfloat16_errors(model, images)
     print(f"\n{time.monotonic() - begin:.0f} s in all")
 
 
@@ -104,19 +104,6 @@ def draw_samples(model: CaptionModel, features: Features) -> Captions:
 
 
 @torch.no_grad()
-def measure(model: ExpansionNet, images: int, repeats: int) -> tuple[list[Row], Tensor]:
-    """Prints and returns the times of the materialized and the factorized form, and the errors of bfloat16.
-
-    The errors have one entry per caption token, (images * CAPTION_TOKENS,). Both forms run first with Python's default
-    allocator, as the reference runs, and these times are returned. Then they run after `prepare_processor`, as raycap
-    runs: freed memory is kept for reuse.
-    """
-    rows = compare_forms(model, images, repeats)
-    prepare_processor()
-    _print_ratios(rows, compare_forms(model, images, repeats))
-    return rows, _bfloat16_errors(model, images)
-
-
 def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     """Times the materialized form (`MaterializedModel`, as the reference) and the factorized form (raycap's own).
 
@@ -134,26 +121,27 @@ def compare_forms(model: ExpansionNet, images: int, repeats: int) -> list[Row]:
     in_bfloat16 = torch.autocast(device.type, torch.bfloat16)  # used as a decorator
     rows = []
 
-    def compare(name: str, materialized: Callable[[], Any], factorized: Callable[[], Any], *targets: float) -> None:
-        """Adds a row for float32 with the first of the required speedups, and one for bfloat16 if there is a second."""
-        runs = [materialized, factorized, in_bfloat16(factorized)][: 1 + len(targets)]
+    def compare(
+        name: str, materialized: Callable[[], Any], factorized: Callable[[], Any], targets: dict[str, float]
+    ) -> None:
+        """Adds a row for each precision of the factorized form. targets: {precision: the required speedup}."""
+        runs = {"materialized": materialized, "float32": factorized, "bfloat16": in_bfloat16(factorized)}
         # The runs take turns, so that a busy moment of the machine affects all of them. The first round warms up.
-        rounds = [[timed(run, device)[1] for run in runs] for _ in range(repeats + 1)][1:]
-        slow_seconds, *fast_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
-        for precision, target, seconds in zip(("float32", "bfloat16"), targets, fast_seconds, strict=False):
-            rows.append(Row(f"{name}, {precision}", target, slow_seconds, seconds))
+        rounds = [{key: timed(run, device)[1] for key, run in runs.items()} for _ in range(repeats + 1)]
+        seconds = {key: statistics.median(times[key] for times in rounds[1:]) for key in runs}
+        for precision, target in targets.items():
+            rows.append(Row(f"{name}, {precision}", target, seconds["materialized"], seconds[precision]))
 
-    compare(
-        "dynamic expansion, forward", lambda: dynamic_expansion(dynamic, words, causal), lambda: dynamic(words), 4.0
-    )
-    compare(
-        "static expansion, forward", lambda: static_expansion(static, patches, None), lambda: static(patches, None), 1.7
-    )
+    slow_dynamic = partial(dynamic_expansion, dynamic, words, causal)
+    compare("dynamic expansion, forward", slow_dynamic, partial(dynamic, words), {"float32": 4.0})
+    slow_static = partial(static_expansion, static, patches, None)
+    compare("static expansion, forward", slow_static, partial(static, patches, None), {"float32": 1.7})
+    targets = {"float32": 9.0, "bfloat16": 20.0}
     for name, decode in (
         (f"beam {BEAMS} to {CAPTION_TOKENS} tokens", search),
         (f"{SAMPLES} samples to {CAPTION_TOKENS} tokens", draw_samples),
     ):
-        compare(f"{name}, with encoder", partial(decode, slow, features), partial(decode, model, features), 9.0, 20.0)
+        compare(f"{name}, with encoder", partial(decode, slow, features), partial(decode, model, features), targets)
     return rows
 
 
@@ -174,8 +162,12 @@ def _print_ratios(rows: list[Row], rows_kept: list[Row]) -> None:
         )
 
 
-def _bfloat16_errors(model: ExpansionNet, images: int) -> Tensor:
-    """The largest error of each row of logits under bfloat16, relative to the row's largest absolute float32 logit."""
+@torch.no_grad()
+def _print_bfloat16_errors(model: ExpansionNet, images: int) -> None:
+    """Prints how much logits differ under bfloat16.
+
+    Each row of logits has an error: the largest difference, relative to the row's largest absolute float32 logit.
+    """
     sizes, device = model.sizes, model.lm_head.weight.device
     features = Features(torch.randn(images, IMAGE_TOKENS, sizes.feature_width, device=device))
     tokens = torch.randint(sizes.vocabulary_size, (images, CAPTION_TOKENS), device=device)
@@ -193,7 +185,6 @@ def _bfloat16_errors(model: ExpansionNet, images: int) -> Tensor:
         f"{float(errors.max()):.1e} (greatest) of the row's largest float32 logit; "
         f"{int((errors <= BFLOAT16_LIMIT).sum())} of {len(errors)} rows within {BFLOAT16_LIMIT:g}"
     )
-    return errors
 
 
 def _print_costs() -> None:
@@ -228,13 +219,6 @@ def _group_cell(groups: tuple[int, ...] | None) -> str:
         return "attention"
     is_repeated = len(groups) > 1 and len(set(groups)) == 1
     return f"{groups[0]} x {len(groups)}" if is_repeated else ", ".join(map(str, groups))
-
-
-def _processor() -> str:
-    """The processor's name from Linux, or what Python has for it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model_name = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
-    return model_name[1] if model_name else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Memory, valid_tokens
+from raycap.models.base import CaptionModel, Features, Memory, map_tensors, valid_tokens
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
 from raycap.models.layers import SelfAttention
 
@@ -95,7 +95,7 @@ def mix(layer: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass
-class PrefixCache(Cache):
+class PrefixCache:
     """Caches no computation: it has the tokens so far, and the encoder's output repeated for every beam."""
 
     images: int
@@ -106,9 +106,7 @@ class PrefixCache(Cache):
 
     def expand_beams(self, beams: int) -> PrefixCache:
         rows = torch.arange(self.images, device=self.tokens.device).repeat_interleave(beams)
-        if self.beams != 1:
-            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
-        self.beams, self.memory = beams, self.memory.select(rows)
+        self.beams, self.memory = beams, map_tensors(self.memory, lambda tensor: tensor[rows])
         return self.select(rows)
 
     def select(self, index: Tensor) -> PrefixCache:
@@ -117,7 +115,7 @@ class PrefixCache(Cache):
 
     def keep_images(self, index: Tensor) -> PrefixCache:
         rows = (index[:, None] * self.beams + torch.arange(self.beams, device=index.device)).flatten()
-        self.images, self.memory = len(index), self.memory.select(rows)
+        self.images, self.memory = len(index), map_tensors(self.memory, lambda tensor: tensor[rows])
         return self.select(rows)
 
 
@@ -170,10 +168,10 @@ class MaterializedModel(CaptionModel):
 
     def init_cache(self, memory: Memory, beams: int) -> PrefixCache:
         rows = torch.arange(memory.batch_size, device=memory.states.device).repeat_interleave(beams)
-        return PrefixCache(memory.batch_size, beams, memory.select(rows), tokens=rows.new_empty(len(rows), 0))
+        by_row = map_tensors(memory, lambda tensor: tensor[rows])
+        return PrefixCache(memory.batch_size, beams, by_row, tokens=rows.new_empty(len(rows), 0))
 
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, PrefixCache]:
-        assert isinstance(cache, PrefixCache)
+    def step(self, tokens: Tensor, cache: PrefixCache) -> tuple[Tensor, PrefixCache]:
         cache.tokens = torch.cat((cache.tokens, tokens[:, None]), 1)
         cache.length += 1
         return self.decode(cache.memory, cache.tokens)[:, -1], cache

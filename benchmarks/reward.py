@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import typer
 from raycap.jobs.bench_gpu.measuring import timed
 from raycap.pipeline.data.caption_files import read_references
 from raycap.pipeline.data.language.tokenizers import tokenize
+from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider import build_index
 
@@ -22,9 +22,7 @@ from reference_cider import PlainCiderD
 CAPTIONS = 2000  # one step of 400 images with 5 samples each
 PLAIN_CAPTIONS = 400  # the plain scorer scores only the first of them
 REPEATS = 20  # scorings of all captions, of which the median is taken
-PER_IMAGE = 5
-WORDS = 10_000  # of the vocabulary; their frequencies follow Zipf's law
-_IMAGES = 4096  # generated at a time
+SCENES = 30_000  # images with captions if no file is given
 
 
 def bench_reward(references: References = None) -> None:
@@ -36,7 +34,11 @@ def bench_reward(references: References = None) -> None:
     Example: python benchmarks/reward.py --references dataset_coco_val2014_karpathy.json.gz
     """
     prepare_processor(1)
-    captions = _word_numbers(references) if references else list(generated_captions(30_000))
+    if references is None:
+        captions = _word_numbers(make_scene(0, image)[1] for image in range(SCENES))
+    else:
+        split = "restval" if "karpathy" in references.name else None
+        captions = _word_numbers(read_references(references, split=split).values())
     scorer, build_seconds = timed(partial(build_index, captions))
     images = np.random.default_rng(0).integers(0, len(captions), CAPTIONS)
     # Every third caption is that of the next image, so that captions match in part, as sampled ones do.
@@ -49,31 +51,23 @@ def bench_reward(references: References = None) -> None:
     expected, plain_seconds = timed(lambda: [plain.score(words, captions[image]) for words, image in pairs])
     rate, plain_rate = CAPTIONS / seconds, PLAIN_CAPTIONS / plain_seconds
     difference = np.abs(np.array(expected) - rewards[:PLAIN_CAPTIONS].numpy()).max()
-    print(f"references           {len(captions):,} images, {sum(map(len, captions)):,} captions")
-    size = scorer.num_bytes / sum(map(len, captions))
+    num_references = sum(map(len, captions))
+    print(f"references           {len(captions):,} images, {num_references:,} captions")
+    size = scorer.num_bytes / num_references
     print(f"index                {build_seconds:.2f} s from tokens, {size:.0f} bytes per caption")
     print(f"reward               {rate:,.0f} captions/s on one core (median of {REPEATS}, {CAPTIONS:,} captions)")
     print(f"plain Python scorer  {plain_rate:,.0f} captions/s, index not counted")
     print(f"ratio                {rate / plain_rate:.1f}, largest difference {difference:.1e}")
 
 
-def _word_numbers(path: Path) -> list[list[list[int]]]:
-    """The captions of each image in a file, with each word replaced by a number."""
+def _word_numbers(images: Iterable[list[str]]) -> list[list[list[int]]]:
+    """The captions of each image, with each word replaced by a number."""
     numbers: dict[str, int] = {}
-    texts = read_references(path, split="restval" if "karpathy" in path.name else None).values()
-    return [[[numbers.setdefault(word, len(numbers)) for word in tokenize(text)] for text in image] for image in texts]
 
+    def numbered(caption: str) -> list[int]:
+        return [numbers.setdefault(word, len(numbers)) for word in tokenize(caption)]
 
-def generated_captions(images: int) -> Iterator[list[list[int]]]:
-    """The captions of each image: PER_IMAGE of 8 to 12 random words."""
-    rng = np.random.default_rng(1)
-    cumulative = np.cumsum(1 / np.arange(1, WORDS + 1))
-    for begin in range(0, images, _IMAGES):
-        lengths = rng.integers(8, 13, min(_IMAGES, images - begin) * PER_IMAGE)
-        words = np.searchsorted(cumulative, rng.random(int(lengths.sum())) * cumulative[-1]).tolist()
-        ends = np.cumsum(lengths).tolist()
-        captions = [words[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-        yield from (captions[first : first + PER_IMAGE] for first in range(0, len(captions), PER_IMAGE))
+    return [list(map(numbered, captions)) for captions in images]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import time
 from collections.abc import Sequence
@@ -28,14 +27,13 @@ PERCENTILES = (50, 95, 99)
 
 
 def bench_serve(
-    model: Annotated[str, typer.Option(help="A bundle's folder, s3://... or champion:NAME.")],
+    model: Annotated[str, typer.Option(help="A bundle's folder or s3://...")],
     requests: Annotated[int, typer.Option(min=10, help="Requests per number of clients.")] = 200,
     clients: Annotated[
         list[int] | None, typer.Option(min=1, help="Numbers of clients. The default is 1, 8, 32.")
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the server on the loopback interface.")] = 8765,
     threads: Annotated[int, typer.Option(min=1, help="Torch's threads of the model's process and of the loop.")] = 1,
-    storage: Annotated[str, typer.Option(help="Where champions are.")] = "results",
 ) -> None:
     """Requests per second of a served model.
 
@@ -47,10 +45,9 @@ def bench_serve(
     """
     files = list(noise_jpegs(16, rows=30, columns=40))
     prepare_processor(threads)
-    service = load_address(model, storage, device=None).service
+    service = load_address(model, "results", device=None).service
     for size in (1, 16):
-        count = 0
-        begin = time.monotonic()
+        count, begin = 0, time.monotonic()
         while count < requests and (count < 32 or time.monotonic() - begin < 30):
             list(service.caption_images([files[number % 16] for number in range(size)], batch_size=size))
             count += size
@@ -58,7 +55,7 @@ def bench_serve(
     del service
     torch.set_num_threads(1)
     require_free("127.0.0.1", port)
-    arguments = ServeArguments(models=(f"model={model}",), storage=storage, loopback_only=True, threads=threads)
+    arguments = ServeArguments(models=(f"model={model}",), loopback_only=True, threads=threads)
     is_local = not connect(None, deployments.needed_cpus(arguments))
     try:
         deployments.start(arguments, named_models(arguments), "127.0.0.1", port, is_local=is_local)
@@ -68,11 +65,11 @@ def bench_serve(
             f"{'clients':>7} {'requests/s':>11} " + " ".join(f"{f'p{each} ms':>8}" for each in PERCENTILES) + "  batch"
         )
         for count in clients or (1, 8, 32):
-            before = _batches(address)
+            batches_before, images_before = _batches(address)
             begin = time.monotonic()
             seconds = _run(address, files, requests, count)
             rate = requests / (time.monotonic() - begin)
-            (batches, images), (batches_before, images_before) = _batches(address), before
+            batches, images = _batches(address)
             mean = (images - images_before) / max(1.0, batches - batches_before)
             points = " ".join(f"{1000 * value:8.0f}" for value in np.percentile(seconds, PERCENTILES))
             print(f"{count:>7} {rate:>11.1f} {points}  {mean:.1f}", flush=True)
@@ -86,7 +83,7 @@ def _run(address: str, files: Sequence[bytes], requests: int, clients: int) -> l
 
     def ask(number: int) -> float:
         begin = time.monotonic()
-        fields = {"images": ("a.jpg", io.BytesIO(files[number % len(files)]).getvalue())}
+        fields = {"images": ("a.jpg", files[number % len(files)])}
         answer = pool.request("POST", f"{address}/caption", fields=fields, retries=False, timeout=120)
         if answer.status != 200:
             raise RuntimeError(f"the server answered {answer.status}: {answer.data[:200]!r}")

@@ -45,9 +45,8 @@ def bench_train(
     per_caption = {}
     for case in CPU_CASES:
         seconds, memory = _measure(case, repeats)
-        per_caption[case] = seconds / (
-            case.images * (case.captions if case.objective == "cross_entropy" else SAMPLING.num_samples)
-        )
+        captions = case.captions if case.objective == "cross_entropy" else SAMPLING.num_samples
+        per_caption[case] = seconds / (case.images * captions)
         print(
             f"{case.name:<48}{seconds:>9.2f}{per_caption[case]:>11.4f}{memory:>10.0f}  {REFERENCE.get(case, '')}",
             flush=True,

@@ -52,14 +52,16 @@ class Captioner:
             self.name, digests = str(content["name"]), dict(content["files"])
             self.search, self.words = Search(**content["search"]), Words(**content["tokens"], **vocabulary)
             self.transform = None if content["image"] is None else Transform(**content["image"])
-            self.max_regions = (content["features"] or {}).get("max_regions") or MAX_REGIONS
+            features = content["features"] or {}
+            self.max_regions = features.get("max_regions") or MAX_REGIONS  # None: the model has no limit
             require_number(self.max_regions, "max_regions", 1, MAX_REGIONS)
         except CaptionerError as error:
             raise CaptionerError(f"{name}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {one_line(error)}"
             raise CaptionerError(f"{name} describes no captioner ({problem}); export the model again") from error
-        for file in (*FILES, *(file for file in WEIGHTS if (folder / file).exists())):
+        weights = [file for file in WEIGHTS if (folder / file).exists()]
+        for file in (*FILES, *weights):
             if not (folder / file).is_file():
                 raise CaptionerError(f"{folder / file} is missing or no file; export the model again")
             with (folder / file).open("rb") as opened:
@@ -98,9 +100,11 @@ class Captioner:
         require_number(batch_size, "batch_size", 1, MAX_BATCH)
         if isinstance(images, str | bytes | Path | np.ndarray):
             raise CaptionerError(f"images has the type {type(images).__name__}; give a list of images, also for one")
-        search, captions, rest = self._changed_search(beam_size, max_length), list[Caption](), iter(images)
-        while batch := [self.transform(load_image(each)) for each in islice(rest, batch_size)]:
-            captions += self._captions({"image": np.stack(batch)}, search)
+        search = self._changed_search(beam_size, max_length)
+        captions, rest = list[Caption](), iter(images)
+        while batch := list(islice(rest, batch_size)):
+            pixels = np.stack([self.transform(load_image(image)) for image in batch])
+            captions += self._captions({"image": pixels}, search)
         return captions
 
     def caption_features(
@@ -115,11 +119,13 @@ class Captioner:
         expected = sorted(each.name for each in self._encoder.get_inputs())
         if self.transform is not None or sorted(inputs) != expected:
             raise CaptionerError(f"{self.name} captions {', '.join(expected)}; given are {', '.join(inputs)}")
-        arrays = {name: np.asarray(inputs[name], np.int64 if name == "lengths" else np.float32) for name in expected}
-        if arrays["features"].ndim != 3:
-            raise CaptionerError(f"features has the shape {arrays['features'].shape}; expected (B, N, C)")
-        if arrays["features"].shape[1] > self.max_regions:
-            raise CaptionerError(f"an image has {arrays['features'].shape[1]} regions, more than {self.max_regions}")
+        types = dict.fromkeys(expected, np.float32) | {"lengths": np.int64}
+        arrays = {name: np.asarray(inputs[name], types[name]) for name in expected}
+        shape = arrays["features"].shape
+        if len(shape) != 3:
+            raise CaptionerError(f"features has the shape {shape}; expected (B, N, C)")
+        if shape[1] > self.max_regions:
+            raise CaptionerError(f"an image has {shape[1]} regions, more than {self.max_regions}")
         return self._captions(arrays, self._changed_search(beam_size, max_length))
 
     def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:

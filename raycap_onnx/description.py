@@ -89,16 +89,24 @@ class Words:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a caption. UNK is the only special token that appears in it."""
-        ids = [index for index in ids if index not in (self.sos, self.eos, self.pad)]
-        texts = [self.words[index] for index in ids]
+        kept = [index for index in ids if index not in (self.sos, self.eos, self.pad)]
         if self.joining == "spaces":
-            return " ".join(texts)
-        if self.joining == "bytes":  # bytes that are not valid UTF-8 are left out
-            decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-            parts = [decoder.decode(text.encode("latin-1", "ignore")) for text in texts]
-            return "".join([*(part.lstrip() for part in parts[:1]), *parts[1:]])
+            return " ".join(self.words[index] for index in kept)
+        return self._joined_bytes(kept) if self.joining == "bytes" else self._joined_scripts(kept)
+
+    def _joined_bytes(self, ids: list[int]) -> str:
+        """Joins tokens of bytes. Bytes that are not valid UTF-8 are left out, and so are blanks of the first token."""
+        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
         caption = ""
-        for place, (index, text) in enumerate(zip(ids, texts, strict=True)):
+        for place, index in enumerate(ids):
+            part = decoder.decode(self.words[index].encode("latin-1", "ignore"))
+            caption += part if place else part.lstrip()
+        return caption
+
+    def _joined_scripts(self, ids: list[int]) -> str:
+        """Joins tokens with a space, except before and after tokens of scripts without spaces."""
+        caption = ""
+        for place, index in enumerate(ids):
             is_joined = place == 0 or index in self.without_space or ids[place - 1] in self.without_space
-            caption += text if is_joined else f" {text}"
+            caption += self.words[index] if is_joined else f" {self.words[index]}"
         return caption

@@ -17,7 +17,7 @@ from raycap_onnx.description import CaptionerError, is_number, one_line, read_fi
 ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's filters
-MAX_SIZE = 4096  # the longest side, in pixels, of the square to which images are resized
+MAX_SIZE = 4096  # the largest side in pixels of the square that an image is resized to
 MIN_STD = 1e-30  # smaller numbers may be 0 as float32
 # The formats of image files, and the limits of their sizes, as in raycap. A side is limited because resizing takes 16
 # bytes for each of its pixels. A WebP file may have half of the pixels, because Pillow needs twice the memory for it.
@@ -56,17 +56,17 @@ class Transform:
 
     def __call__(self, image: Image.Image) -> np.ndarray:
         """Normalized pixels (3, H, W) float32 of an RGB image."""
-        width = height = side = self.scaled_side
+        width = height = self.scaled_side
         if self.keep_aspect:
             image = _without_far_ends(image)
-            shorter, longer = sorted(image.size)
-            scaled = side * longer // shorter
-            width, height = (side, scaled) if image.width <= image.height else (scaled, side)
+            shorter = min(image.size)
+            width, height = (self.scaled_side * length // shorter for length in image.size)
         resized = image.resize((width, height), Image.Resampling[self.interpolation.upper()])
         left, top = (round((length - self.image_size) / 2) for length in (width, height))
-        square = np.asarray(resized.crop((left, top, left + self.image_size, top + self.image_size)), np.float32)
+        square = resized.crop((left, top, left + self.image_size, top + self.image_size))
+        pixels = np.asarray(square, np.float32) / np.float32(255.0)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
-        return np.ascontiguousarray(((square / np.float32(255.0) - mean) / std).transpose(2, 0, 1))
+        return np.ascontiguousarray(((pixels - mean) / std).transpose(2, 0, 1))
 
 
 def _without_far_ends(image: Image.Image) -> Image.Image:
@@ -105,7 +105,8 @@ def _opened(source: ImageSource) -> Image.Image:
     Raises CaptionerError if the image, or a tile of a TIFF file, has too many pixels or too long a side.
     """
     if isinstance(source, np.ndarray):
-        if source.dtype != np.uint8 or source.shape[2:] not in ((), (3,)) or source.ndim < 2:
+        has_channels = source.ndim == 3 and source.shape[2] == 3
+        if source.dtype != np.uint8 or not (source.ndim == 2 or has_channels):
             raise CaptionerError(f"it is an array of {source.dtype} {source.shape}; expected uint8 (H, W) or (H, W, 3)")
         image = Image.fromarray(source)
     elif isinstance(source, Image.Image):

@@ -77,18 +77,19 @@ def beam_search(
     log_probs, ended = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape[:2], bool)
     scores = np.full(ended.shape, -np.inf, np.float32)
     scores[:, 0] = 0.0  # All beams of an image are equal at first, so only the first beam is continued.
-    images, cache = np.arange(num_images), None
+    images, cache = np.arange(num_images), None  # images: the numbers of those in the batch
     new, rows = tokens[:, :1, 0], images[:, None]  # one beam per image in the first step
     for position in range(1, search.max_length):
-        offered, cache = step(new, rows, memory, cache)
-        num_rows = offered.shape[1]  # computed beams per image: 1 in the first step, then K
-        offered = np.repeat(offered, num_beams // num_rows, 1)
-        offered = _restricted(offered, tokens[images, :, :position], search, words)
-        parent, new, value, scores[images] = _continued(offered, scores[images], ended[images], words.pad)
-        for each, last in ((tokens, new), (log_probs, value)):
-            each[images] = np.take_along_axis(each[images], parent[:, :, None], 1)
-            each[images, :, position] = last
+        word_log_probs, cache = step(new, rows, memory, cache)
+        num_rows = word_log_probs.shape[1]  # computed beams per image: 1 in the first step, then K
+        of_beams = np.repeat(word_log_probs, num_beams // num_rows, 1)  # (B, K, V)
+        allowed = _restricted(of_beams, tokens[images, :, :position], search, words)
+        parent, new, new_log_probs, scores[images] = _continued(allowed, scores[images], ended[images], words.pad)
+        for history, last in ((tokens, new), (log_probs, new_log_probs)):
+            history[images] = np.take_along_axis(history[images], parent[:, :, None], 1)
+            history[images, :, position] = last
         ended[images] = np.take_along_axis(ended[images], parent, 1) | (new == words.eos)
+        # The cache has the rows of the first image, then those of the second, and so on.
         rows = np.arange(len(images))[:, None] * num_rows + np.minimum(parent, num_rows - 1)
         remains = ~ended[images].all(1)
         if not remains.any():
@@ -96,10 +97,11 @@ def beam_search(
         if 2 * remains.sum() <= len(images):
             images, rows, new = images[remains], rows[remains], new[remains]
             memory = {name: each[remains] for name, each in memory.items()}
-    lengths = np.minimum((np.cumsum(tokens == words.eos, -1) == 0).sum(-1) + 1, search.max_length)
+    before_eos = (np.cumsum(tokens == words.eos, -1) == 0).sum(-1)
+    lengths = np.minimum(before_eos + 1, search.max_length)
     best = np.arange(num_images), (scores / search.divisor(lengths)).argmax(-1)
-    rows_of_best = zip(tokens[best].tolist(), lengths[best].tolist(), log_probs[best].sum(-1).tolist(), strict=True)
-    return [(caption[:length], log_prob) for caption, length, log_prob in rows_of_best]
+    captions = zip(tokens[best].tolist(), lengths[best].tolist(), log_probs[best].sum(-1).tolist(), strict=True)
+    return [(caption[:length], log_prob) for caption, length, log_prob in captions]
 
 
 def _continued(
@@ -111,18 +113,18 @@ def _continued(
     the number of the beam that is continued, the new word, the word's log-probability, and the new score.
     """
     num_images, num_beams, num_words = log_probs.shape
-    offered = min(num_beams, num_words)
-    word = np.argpartition(log_probs, num_words - offered, -1)[:, :, num_words - offered :]
+    num_offered = min(num_beams, num_words)  # the best words after each beam; more are never chosen
+    unsorted = np.argpartition(log_probs, num_words - num_offered, -1)[:, :, num_words - num_offered :]
+    order = np.argsort(-np.take_along_axis(log_probs, unsorted, -1), -1, kind="stable")
+    word = np.take_along_axis(unsorted, order, -1)  # (B, K, num_offered), the most probable first
     value = np.take_along_axis(log_probs, word, -1)
-    order = np.argsort(-value, -1, kind="stable")
-    word, value = (np.take_along_axis(each, order, -1) for each in (word, value))
     value[ended], word[ended] = -np.inf, pad
     value[ended, 0] = 0.0  # an ended beam has one continuation, PAD, which keeps its score
-    sums = (scores[:, :, None] + value).reshape(num_images, -1)
+    # Each image's continuations of all beams, (B, K * num_offered)
+    words, values, sums = (each.reshape(num_images, -1) for each in (word, value, scores[:, :, None] + value))
     chosen = np.argsort(-sums, -1, kind="stable")[:, :num_beams]
-    flat = (each.reshape(num_images, -1) for each in (word, value, sums))
-    new, value, sums = (np.take_along_axis(each, chosen, -1) for each in flat)
-    return chosen // offered, new, value, sums
+    new, new_log_probs, new_scores = (np.take_along_axis(each, chosen, -1) for each in (words, values, sums))
+    return chosen // num_offered, new, new_log_probs, new_scores
 
 
 def _restricted(log_probs: np.ndarray, tokens: np.ndarray, search: Search, words: Words) -> np.ndarray:

@@ -90,13 +90,12 @@ BENCHMARKS = {
 class LazyGroup(TyperGroup):
     """A group of commands. The module of a command is imported only when the command is used.
 
-    table: the commands by name. Their summaries form the group's help. is_light: False if the imports are too slow for
-    a shell that completes a command line. The shell then completes no options of these commands.
+    table: the commands by name. Their summaries form the group's help.
     """
 
-    def __init__(self, table: Mapping[str, Entry], *, is_light: bool = True, **settings: Any) -> None:
+    def __init__(self, table: Mapping[str, Entry], **settings: Any) -> None:
         super().__init__(no_args_is_help=True, rich_markup_mode=None, **settings)
-        self.table, self.is_light = table, is_light
+        self.table = table
         self.params.extend(_as_command(_log_levels, "options").params)
         for name, entry in table.items():
             self.add_command(TyperCommand(name, short_help=entry.summary, help=entry.summary))
@@ -104,7 +103,10 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Imports the named command, in place of the placeholder without options that `__init__` has added."""
         name, command, rest = super().resolve_command(ctx, args)
-        if name is not None and name in self.table and (self.is_light or COMPLETION not in os.environ):
+        is_too_slow = (
+            self.name == "bench" and COMPLETION in os.environ
+        )  # a shell that completes does not wait for torch
+        if name is not None and name in self.table and not is_too_slow:
             command = self.table[name].load(name)
         return name, command, rest
 
@@ -113,8 +115,7 @@ def root_command() -> LazyGroup:
     """The command `raycap` with all its subcommands."""
     root = LazyGroup(COMMANDS, name="raycap", help="Train, tune and evaluate image-captioning models on a Ray cluster.")
     root.params.extend(_as_command(_version, "options", completes=True).params)
-    bench = LazyGroup(BENCHMARKS, is_light=False, name="bench", help="Measure this machine.")
-    root.add_command(bench)
+    root.add_command(LazyGroup(BENCHMARKS, name="bench", help="Measure this machine."))
     return root
 
 
@@ -140,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:  # the command line cannot be parsed
-        error.show(text := io.StringIO())  # type: ignore[attr-defined]
+        text = io.StringIO()
+        error.show(text)  # type: ignore[attr-defined]
         _print_text(text.getvalue() + _example_of(error))
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -195,16 +197,14 @@ def _log_levels(
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        print("\n".join(map(printable, version_lines())))
+        print("\n".join(version_lines()))
         raise typer.Exit
 
 
 def _version(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", help="Print versions, commit and device.", callback=_print_version, expose_value=False
-        ),
+        typer.Option("--version", help="Print versions and commit.", callback=_print_version, expose_value=False),
     ] = False,
 ) -> None:
     """Declares the option --version of `raycap`. This function is never called, only the option's callback."""

@@ -40,8 +40,8 @@ def config(
 ) -> None:
     """Print a configuration as it will be used.
 
-    All keys are printed, with the values of extended files, of --set, and the defaults. Texts contain ${NAME} as they
-    were written, and passwords are left out. The output can be run.
+    All keys are printed, with the values of extended files, of --set, and the defaults. Variables such as ${NAME} are
+    not replaced, and passwords are left out. The output can be run.
 
     Example: raycap config demo --changes
     """

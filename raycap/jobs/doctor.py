@@ -25,9 +25,9 @@ from typing import Annotated, Literal
 import typer
 
 from raycap.jobs.options import Set
-from raycap.jobs.submit import Job, submit, used_variables
+from raycap.jobs.submit import submit, used_variables
 from raycap.models.config import Values
-from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, cluster_status, counted, readable
+from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, asks_for, cluster_status
 from raycap.pipeline.cluster.start import cluster_address, connect, stage_resources
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
@@ -72,10 +72,6 @@ class Finding:
         return f"{self.level:<5} {self.name:<10} {self.text}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-class ScarceError(Exception):
-    """A resource suffices only for some runs, for example the space on a disk. The finding is a warning."""
-
-
 def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = True) -> Finding:
     """Runs a check. look: returns a text about what it found, or raises an error that describes the problem.
 
@@ -84,17 +80,16 @@ def find(name: str, look: Callable[[], str], remedy: str, *, is_needed: bool = T
     try:
         return Finding(name, "ok", look())
     except Exception as error:  # any type, because libraries differ in what they raise for wrong settings
-        level: Literal["warn", "fail"] = "fail" if is_needed and not isinstance(error, ScarceError) else "warn"
-        return Finding(name, level, reason_of(error), remedy)
+        return Finding(name, "fail" if is_needed else "warn", reason_of(error), remedy)
 
 
 def doctor(
     config: Annotated[
-        Path | None,
+        Path,
         typer.Argument(
             help="The YAML file to run here, or the name of a shipped one.", metavar="[CONFIG]", callback=named_config
         ),
-    ] = None,
+    ] = Path("demo"),
     set_: Set = None,
     address: Annotated[
         str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
@@ -111,20 +106,21 @@ def doctor(
     if address is not None and address.startswith(("http://", "https://")):
         # The command runs on the cluster as a job, whose output is printed here.
         changes = [word for override in set_ or () for word in ("--set", override)]
-        arguments, secrets = ([], []) if config is None else ([str(config)], used_variables(config))
-        job = Job("doctor", [*arguments, *changes], secrets=secrets)
         with unchanged_level():
             configure_logging(logging.WARNING)
-            return submit(job, address)
-    run, requests = (None, {}) if config is None else _read(config, set_ or ())
-    failed: dict[str, None] = {}
+            arguments = [str(config), *changes]
+            return submit("doctor", arguments, address, environment={}, secrets=used_variables(config))
+    run, requests = _read(config, set_ or ())
+    failed = list[str]()
     for finding in _examine(run, requests, address):
         print(printable(finding.line))
-        if finding.level == "fail":
-            failed[finding.name] = None
-    name = str(config) if config is not None else "raycap"
-    print(f"{name} cannot run here: {', '.join(failed)}" if failed else f"{name} can run here")
-    return 1 if failed else 0
+        if finding.level == "fail" and finding.name not in failed:
+            failed.append(finding.name)
+    if failed:
+        print(f"{config} cannot run here: {', '.join(failed)}")
+        return 1
+    print(f"{config} can run here")
+    return 0
 
 
 def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
@@ -138,7 +134,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
     return config, {stage: stage_resources(config, stage) for stage in ("features", "training")}
 
 
-def _examine(config: RunConfig | None, requests: Requests, address: str | None) -> Iterator[Finding]:
+def _examine(config: RunConfig, requests: Requests, address: str | None) -> Iterator[Finding]:
     """Checks this machine and, if there is an address, the nodes of the cluster."""
     yield from check_machine(config, on_cluster=address is not None)
     if address is None:
@@ -152,20 +148,18 @@ def _examine(config: RunConfig | None, requests: Requests, address: str | None) 
         yield from check_nodes(config, requests)
 
 
-def check_machine(config: RunConfig | None, on_cluster: bool) -> Iterator[Finding]:
+def check_machine(config: RunConfig, on_cluster: bool) -> Iterator[Finding]:
     """Checks this machine. on_cluster: True if runs compute on a cluster, so that this machine needs no GPUs."""
     yield same_versions({})
     yield find("torch", torch_pair, "install both from one place, as `uv pip install -r requirements.lock` does")
     yield java()
     yield from folders()
-    if config is None:
-        return
     if not on_cluster:
         workers, features = config.workers, config.features
-        wanted = max(workers.num_workers * workers.gpus_per_worker, features.least_actors * features.gpus_per_actor)
-        yield gpus(wanted, is_needed=True)
+        gpus_of_training = workers.num_workers * workers.gpus_per_worker
+        yield gpus(max(gpus_of_training, features.least_actors * features.gpus_per_actor), is_needed=True)
     if not is_remote(config.storage.uri):
-        yield find("disk", partial(space, config.working_path), "free space, or set another storage")
+        yield space("disk", config.working_path, "free space, or set another storage")
     yield storage(config.storage_place)
     yield find("data", partial(data, config), "check data.root, data.annotations and the credentials")
     remedy = "training continues without it; check tracking.uri, then `raycap sync` sends the rest"
@@ -176,31 +170,31 @@ def folders() -> Iterator[Finding]:
     """Checks that the folders that raycap and Ray write to can be written and have space."""
     ray_folder, shared = Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path("/dev/shm")
     remedy = "free space, or set RAYCAP_CACHE to a folder that can be written"
-    yield find("cache", partial(space, cache_folder()), remedy)
+    yield space("cache", cache_folder(), remedy)
     remedy = "set HOME to a folder that can be written; libraries keep their files there"
-    yield find("home", partial(space, Path.home(), 0, 0), remedy)
+    yield space("home", Path.home(), remedy, least_gib=0, enough_gib=0)
     remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
-    yield find("tmp", partial(space, ray_folder, 0.1, 1), remedy)
+    yield space("tmp", ray_folder, remedy, least_gib=0.1, enough_gib=1)
     if shared.is_dir():  # Ray puts its object store there, because it would be slower on a disk
         remedy = "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)"
-        yield find("shm", partial(space, shared, 0, OBJECT_STORE_GIB), remedy)
+        yield space("shm", shared, remedy, least_gib=0, enough_gib=OBJECT_STORE_GIB)
 
 
-def space(folder: Path, least: float = 1, enough: float = 10) -> str:
-    """A text about the free space for a folder. The folder need not exist yet.
+def space(name: str, folder: Path, remedy: str, *, least_gib: float = 1, enough_gib: float = 10) -> Finding:
+    """Checks that a folder can be written and has free space. The folder need not exist yet.
 
-    Raises OSError if the folder cannot be written or fewer than `least` GiB are free, and ScarceError if fewer than
-    `enough` GiB are free.
+    Less than `least_gib` GiB are a failure, and less than `enough_gib` GiB a warning.
     """
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        raise OSError(f"{folder} cannot be written: {error.strerror}") from error
-    free = shutil.disk_usage(existing).free / 2**30
-    if free < enough:
-        raise (OSError if free < least else ScarceError)(f"{free:.1f} GiB free for {folder}")
-    return f"{free:.1f} GiB free for {folder}"
+        return Finding(name, "fail", f"{folder} cannot be written: {error.strerror}", remedy)
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    text = f"{free_gib:.1f} GiB free for {folder}"
+    if free_gib >= enough_gib:
+        return Finding(name, "ok", text)
+    return Finding(name, "warn" if free_gib >= least_gib else "fail", text, remedy)
 
 
 def torch_pair() -> str:
@@ -278,26 +272,29 @@ def versions() -> dict[str, str]:
 def same_versions(expected: Mapping[str, str]) -> Finding:
     """Compares this machine's versions with those of another machine. An unknown commit is not compared."""
     found = versions()
-    if different := [name for name in expected if len({found[name], expected[name]} - {"unknown"}) > 1]:
-        text = ", ".join(f"{name} {found[name]} and not {expected[name]}" for name in different)
-        return Finding("versions", "fail", text, "give all nodes the same image")
+    different = [
+        f"{name} {found[name]} and not {version}"
+        for name, version in expected.items()
+        if found[name] != version and "unknown" not in (found[name], version)
+    ]
+    if different:
+        return Finding("versions", "fail", ", ".join(different), "give all nodes the same image")
     return Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
 
 
 def check_node(
-    expected: Mapping[str, str], wanted: tuple[float, bool], probe: tuple[StoragePath, str] | None
+    expected: Mapping[str, str], num_gpus: float, uses_gpus: bool, place: StoragePath, probe: str
 ) -> list[Finding]:
     """Runs the checks on the node of this process.
 
-    expected: the driver's versions. wanted: the number of GPUs that Ray offers on the node, and whether a run needs
-    GPUs. probe: the storage, and the name of a file that the driver has written there. If it is None, the storage is
-    not checked.
+    expected: the driver's versions. num_gpus: the GPUs that Ray offers on the node. uses_gpus: true if a run needs
+    GPUs. place: the storage. probe: the name of a file that the driver has written there.
     """
-    found = [same_versions(expected), gpus(wanted[0], is_needed=wanted[1]), java(), *folders()]
-    return found if probe is None else [*found, storage(*probe)]
+    findings = [same_versions(expected), gpus(num_gpus, is_needed=uses_gpus), java()]
+    return [*findings, *folders(), storage(place, probe)]
 
 
-def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Finding]:
+def check_nodes(config: RunConfig, requests: Requests) -> Iterator[Finding]:
     """Checks all live nodes, and whether they have the resources that stages ask for. Ray must have been started.
 
     The driver writes a file into the storage, and all nodes must find the file. The file remains if the driver has no
@@ -305,29 +302,25 @@ def check_nodes(config: RunConfig | None, requests: Requests) -> Iterator[Findin
     """
     import ray
 
-    alive = {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
+    alive = [node for node in ray.nodes() if node["Alive"]]
     asks_for_gpus = any(process.get("GPU") for of_stage in requests.values() for process in of_stage)
     uses_gpus = asks_for_gpus and not computes_on_cpus()
-    probe = None if config is None else (config.storage_place, f".raycap-probe-{uuid.uuid4().hex}")
-    if probe is not None:
-        with suppress(OSError):  # `check_machine` has reported this error
-            (probe[0] / probe[1]).write_bytes(b"")
-    found = _ask(alive, uses_gpus, probe)
-    if probe is not None:
-        with suppress(OSError):
-            (probe[0] / probe[1]).delete()
+    place, probe = config.storage_place, f".raycap-probe-{uuid.uuid4().hex}"
+    with suppress(OSError):  # `check_machine` has reported this error
+        (place / probe).write_bytes(b"")
+    found = _ask(alive, uses_gpus, place, probe)
+    with suppress(OSError):
+        (place / probe).delete()
     status = cluster_status()
     yield has_workers(status)
     yield from (stage_fits(status, stage, of_stage) for stage, of_stage in requests.items())
     yield from merged(found)
 
 
-def _ask(
-    alive: Mapping[str, Values], uses_gpus: bool, probe: tuple[StoragePath, str] | None
-) -> dict[str, list[Finding]]:
+def _ask(nodes: Sequence[Values], uses_gpus: bool, place: StoragePath, probe: str) -> dict[str, list[Finding]]:
     """Calls `check_node` on all nodes at once. Returns the findings by the nodes' names.
 
-    A node that does not answer gets one finding about that. alive: the entries of `ray.nodes` by the nodes' names.
+    A node that does not answer gets one finding about that. nodes: entries of `ray.nodes`.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
@@ -336,10 +329,10 @@ def _ask(
     remedy = "look at the node's log, give it the same image, or remove it"
     found = dict[str, list[Finding]]()
     running = {
-        name: task.options(scheduling_strategy=OnNode(node["NodeID"], soft=False)).remote(
-            versions(), (node["Resources"].get("GPU", 0.0), uses_gpus), probe
-        )
-        for name, node in alive.items()
+        f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": task.options(
+            scheduling_strategy=OnNode(node["NodeID"], soft=False)
+        ).remote(versions(), node["Resources"].get("GPU", 0.0), uses_gpus, place, probe)
+        for node in nodes
     }
     deadline = time.monotonic() + ANSWER_S
     for name, reference in running.items():
@@ -363,13 +356,11 @@ def has_workers(status: ClusterStatus) -> Finding:
 
 def stage_fits(status: ClusterStatus, stage: str, requests: Sequence[Resources]) -> Finding:
     """Checks that the live nodes have the resources of a stage. A lack is a warning, as an autoscaler may add nodes."""
-    wanted = [{name: amount for name, amount in request.items() if amount} for request in requests]
-    text = f"{stage} asks for {counted([readable(request) for request in wanted])}"
-    if status.fits(wanted):
-        return Finding("resources", "ok", f"{text}, and live nodes have it")
-    text += f", which the live nodes do not have ({status.text})"
+    wish = asks_for(stage, requests)
+    if status.fits(requests):
+        return Finding("resources", "ok", f"{wish}, and live nodes have it")
     remedy = "lower the keys of workers, features or a search's resources, unless an autoscaler adds such nodes"
-    return Finding("resources", "warn", text, remedy)
+    return Finding("resources", "warn", f"{wish}, which the live nodes do not have ({status.text})", remedy)
 
 
 def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:

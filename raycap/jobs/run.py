@@ -17,6 +17,7 @@ from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Seeds, Set
 from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
+from raycap.models.config import Values
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import Stage, check_address, check_resources, start_extraction, start_ray
 from raycap.pipeline.config.languages import metric_tokenizer
@@ -75,17 +76,13 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     except DamagedError as error:
         logger.warning(f"damaged   {str(error).partition(';')[0]}; the captions are scored again")
         summary = None
-    # A complete run may lack scores, pictures or pages that this machine can make, so these are made now.
-    missing = [name for name in (summary or {}).get("missing", {}) if why_unavailable(name) is None]
-    if summary is not None and not missing:
-        if config.tracking.enabled and not summary["tracked"]:
-            decorations = Decorations()
-            with decorations.making("the registration"):
-                register(folder)
-            decorations.log_failed()
-        logger.info(f"{folder.run_id} is complete; nothing to do")
-        logger.info(summary["table"])
-        return folder
+    missing: list[str] = []
+    if summary is not None:
+        # A complete run may lack scores, pictures or pages that this machine can make, so these are made now.
+        missing = [name for name in summary.get("missing", {}) if why_unavailable(name) is None]
+        if not missing:
+            _show_complete(folder, summary)
+            return folder
     with alone(folder.path), run_log(folder):
         driver = RunDriver(folder, address)
         try:
@@ -105,6 +102,17 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     return folder
 
 
+def _show_complete(folder: RunFolder, summary: Values) -> None:
+    """Shows the summary of a complete run. Registers the run if an earlier attempt could not."""
+    if folder.config.tracking.enabled and not summary["tracked"]:
+        decorations = Decorations()
+        with decorations.making("the registration"):
+            register(folder)
+        decorations.log_failed()
+    logger.info(f"{folder.run_id} is complete; nothing to do")
+    logger.info(summary["table"])
+
+
 def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
     """The result of `find_data`, which has to read new images.
 
@@ -113,11 +121,11 @@ def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict
     """
     needs_features = not config.stages[0].train_backbone and config.features.store != "never"
     can_extract = config.has_backbone and config.init_from is None and not config.features.views
-    if needs_features and can_extract:
-        with TemporaryDirectory(prefix="raycap-") as scratch:
-            weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
-            return find_data(config, hash_and_extract(config, weights, start))
-    return find_data(config)
+    if not (needs_features and can_extract):
+        return find_data(config)
+    with TemporaryDirectory(prefix="raycap-") as scratch:
+        weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
+        return find_data(config, hash_and_extract(config, weights, start))
 
 
 @contextmanager
@@ -159,9 +167,10 @@ def stage_groups(stages: Sequence[StageSection]) -> list[list[StageSection]]:
 
     A frozen stage after one that trains the backbone begins a new group, because it needs the new backbone's features.
     """
-    groups: list[list[StageSection]] = []
+    groups: list[list[StageSection]] = [[]]
     for stage in stages:
-        if not groups or (not stage.train_backbone and any(earlier.train_backbone for earlier in groups[-1])):
+        needs_new_features = not stage.train_backbone and any(earlier.train_backbone for earlier in groups[-1])
+        if needs_new_features:
             groups.append([])
         groups[-1].append(stage)
     return groups
@@ -183,10 +192,6 @@ class RunDriver:
         """The configuration of this attempt, with the decisions that have replaced `auto` so far."""
         return self.folder.config
 
-    def _decide(self, config: RunConfig) -> None:
-        """Replaces the configuration by one in which a decision has replaced `auto`."""
-        self.folder = self.tracker.folder = replace(self.folder, config=config)
-
     def _decide_precisions(self) -> None:
         """Decides the precisions that are `auto`. Without a decision in the storage, workers measure the precisions."""
         config = self.config
@@ -196,17 +201,16 @@ class RunDriver:
             precision = extraction_precision(backbone, config.features, place, start)
             features = config.features.model_copy(update={"compute_dtype": precision})
             config = config.model_copy(update={"features": features})
-        self._decide(with_search_precision(config, self.address))
+        config = with_search_precision(config, self.address)
+        self.folder = self.tracker.folder = replace(self.folder, config=config)
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
         self._decide_precisions()
         self._log_plan()
         self._check_disk()
-        if shutil.which("java") is None:
-            logger.info("check     java is not on the PATH: METEOR will be reported as unavailable")
-        has_trained = not self._pending or any(self.folder.path.glob("stages/*/step-*"))
-        if self.config.workers.dry_run and not has_trained:
+        is_resumed = any(self.folder.path.glob("stages/*/step-*"))
+        if self.config.workers.dry_run and self._pending and not is_resumed:
             self._dry_run()
         self.folder.write_config()  # before training, so that a resumed run keeps the decisions
         for group in stage_groups(self.config.stages):
@@ -226,13 +230,8 @@ class RunDriver:
             scores = self._score(by_stage)
             keep_results(scores, {key: round(value, 4) for key, value in scores.flat().items()}, decorations)
         with self._timed("report"), decorations.making("the report"):
-            page = report(
-                scores,
-                self.config.storage.options,
-                title=self.config.name,
-                run_id=folder.run_id,
-                pictured=self.config.data.test_splits,
-            )
+            options, name, pictured = self.config.storage.options, self.config.name, self.config.data.test_splits
+            page = report(scores, options, title=name, run_id=folder.run_id, pictured=pictured)
             write_report(folder.path / "report.html", run_page(page, folder, by_stage, self.durations))
             folder.push("report.html")
         with self._timed("registration"):
@@ -267,7 +266,9 @@ class RunDriver:
         Raises UserError if too many images could not be captioned.
         """
         folder, most = self.folder, self.config.data.max_bad_fraction
-        reasons = {split: {i: each.error for i, each in part.items() if each.error} for split, part in captions.items()}
+        reasons = {}  # by split and image id
+        for split, part in captions.items():
+            reasons[split] = {image: caption.error for image, caption in part.items() if caption.error}
         unreadable = [reason for part in reasons.values() for reason in part.values()]
         num_images = sum(map(len, captions.values()))
         if len(unreadable) > most * num_images:
@@ -277,7 +278,7 @@ class RunDriver:
             )
         for split, part in captions.items():
             write_captions(folder.path / "predictions", split, part, f"{split}.json")
-        splits = {split: {"unreadable": part} for split, part in reasons.items()}
+        splits = {split: {"unreadable": reasons[split]} for split in reasons}
         write_json(folder.path / "scores.json", {"digests": digests, "splits": splits})
         folder.push("predictions", "scores.json")
 
@@ -292,9 +293,8 @@ class RunDriver:
         for number, stage in enumerate(config.stages, 1):
             features = "end to end" if stage.train_backbone else "frozen features"
             samples = "pairs" if stage.samples_are_pairs else "images"
-            work = f"{total_steps(stage, folder.num_samples(stage))} steps of {stage.batch_size} {samples}"
-            if folder.result(stage.name):
-                work = "done"
+            num_steps = total_steps(stage, folder.num_samples(stage))
+            work = "done" if folder.result(stage.name) else f"{num_steps} steps of {stage.batch_size} {samples}"
             logger.info(f"stage {number}   {stage.name}: {stage.objective}, {features}, {work}")
         if metadata.unreadable:
             logger.warning(f"{len(metadata.unreadable)} images cannot be read and are left out (run.json lists them)")
@@ -316,7 +316,8 @@ class RunDriver:
         """Raises UserError if the disk has no room for one store of features and the checkpoints of a stage."""
         config, metadata, pending = self.config, self.folder.metadata, self._pending
         num_rows = 0
-        if not self.folder.home and not all(stage.train_backbone for stage in pending):  # stores on S3 need no disk
+        has_frozen_stage = not all(stage.train_backbone for stage in pending)
+        if has_frozen_stage and not self.folder.home:  # stores on S3 need no disk
             num_rows = len(self.folder.dataset.split(config.data.val_split))
             if config.features.store == "always":
                 num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
@@ -385,50 +386,50 @@ class RunDriver:
         registered: name/version of the registered model, or None if the tracker is off or did not accept everything.
         COMPLETE.json records what failed and which scores are missing, so that the next attempt can add them.
         """
-        folder, bundle, store = self.folder, scores.bundles[0], scores.inputs.stores[0]
-        tracking = "off"
-        if self.config.tracking.enabled and registered:
-            tracking = f"{public_uri(self.config)}, model {registered}"
-        elif self.config.tracking.enabled:
-            tracking = f"{public_uri(self.config)} did not take everything; {self.tracker.remedy} sends the rest"
-        has_report = (folder.path / "report.html").is_file()
-        # Validations during training use the vocabulary's tokens. These scores use the metrics' words, to be comparable
-        # with the table.
-        validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
-        stage, delivered = folder.delivered(), ""
-        if stage is not None and len(self.config.stages) > 1:
-            why = "the last, as deliver says" if self.config.deliver == "last" else "with the best validation CIDEr-D"
-            delivered = f" (stage {stage.name}, {why})"
-        lines = [
-            "",
-            format_table(*score_table(scores.splits)),
-            "",
-            f"validation CIDEr-D ({metric_tokenizer(self.config.data.language)} tokens)  {validation}",
-            "",
-            f"report       {folder.root / 'report.html' if has_report else 'not made'}",
-            f"predictions  {folder.root / 'predictions'}",
-            f"model        {bundle}{delivered}",
-            f"tracking     {tracking}",
-            f"features     {store or 'computed from the images'}",
-            f"times        {', '.join(f'{name} {seconds:.0f} s' for name, seconds in self.durations.items())}",
-        ]
+        folder = self.folder
         summary = {
-            "table": without_secrets("\n".join(lines)),
+            "table": without_secrets(self._table(scores, by_stage, registered)),
             "durations": self.durations,
-            "bundle": without_secrets(str(bundle)),
+            "bundle": without_secrets(str(scores.bundles[0])),
             "scores": scores.flat(),
             "tracked": registered is not None,
             "missing": scores.unavailable | decorations.failed,
         }
-        # Remove checkpoints that a worker has left because it was killed at the end of its stage.
-        if left := list(folder.path.glob("stages/*/step-*")):
-            for checkpoint in left:
+        # Workers that were killed at the end of a stage have left its checkpoints.
+        left_checkpoints = list(folder.path.glob("stages/*/step-*"))
+        if left_checkpoints:
+            for checkpoint in left_checkpoints:
                 shutil.rmtree(checkpoint, ignore_errors=True)
             folder.push("stages")
         write_json(folder.path / "COMPLETE.json", summary)
         folder.push("COMPLETE.json")
         logger.info(summary["table"])
         decorations.log_failed()
+
+    def _table(self, scores: Scores, by_stage: Mapping[str, float], registered: str | None) -> str:
+        """The lines of the summary: scores, locations and durations. The arguments are those of `_complete`."""
+        folder, config, stage = self.folder, self.config, self.folder.delivered()
+        tracking = "off"
+        if config.tracking.enabled and registered:
+            tracking = f"{public_uri(config)}, model {registered}"
+        elif config.tracking.enabled:
+            tracking = f"{public_uri(config)} did not take everything; {self.tracker.remedy} sends the rest"
+        report_place = folder.root / "report.html" if (folder.path / "report.html").is_file() else "not made"
+        # Validations during training use the vocabulary's tokens. These scores use the metrics' words, to be comparable
+        # with the table.
+        validation = ", ".join(f"{name} {value:.4f}" for name, value in by_stage.items())
+        delivered = f" (stage {stage.name})" if stage is not None and len(config.stages) > 1 else ""
+        return f"""
+{format_table(*score_table(scores.splits))}
+
+validation CIDEr-D ({metric_tokenizer(config.data.language)} tokens)  {validation}
+
+report       {report_place}
+predictions  {folder.root / "predictions"}
+model        {scores.bundles[0]}{delivered}
+tracking     {tracking}
+features     {scores.inputs.stores[0] or "computed from the images"}
+times        {", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.durations.items())}"""
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -438,12 +439,6 @@ class RunDriver:
             yield
         finally:
             self.durations[name] = self.durations.get(name, 0.0) + time.monotonic() - begin
-
-
-def _may_be_complete(config: RunConfig) -> bool:
-    """True if a run of this name is complete and may need no resources. Also True on S3, which is not searched."""
-    place = config.storage_place
-    return place.is_remote or any(place.path.glob(f"runs/{config.name}-*/COMPLETE.json"))
 
 
 def run_seeds(config: RunConfig, count: int, address: str | None) -> None:
@@ -469,7 +464,10 @@ def command(config: Config, set_: Set = None, address: Address = None, seeds: Se
     Example: raycap run demo --seeds 5 --set data.min_count=3
     """
     run_config = load_config(config, set_ or ())
-    if _may_be_complete(run_config):
+    place = run_config.storage_place
+    # A complete run needs no resources. On S3, complete runs are not searched here.
+    may_be_complete = place.is_remote or any(place.path.glob(f"runs/{run_config.name}-*/COMPLETE.json"))
+    if may_be_complete:
         check_address(address)
     else:
         check_resources(run_config, address)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, NamedTuple
 
@@ -263,7 +264,10 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
     if "run.json" not in entry.files:  # foreign, or its creation or removal is incomplete
         tops = {name.partition("/")[0] for name in entry.files}
         is_ours = all(name in KNOWN or TEMPORARY.fullmatch(name) for name in tops)
-        entry.state = "foreign" if not is_ours else "in progress" if is_active else "unprepared"
+        if not is_ours:
+            entry.state = "foreign"
+        else:
+            entry.state = "in progress" if is_active else "unprepared"
         return
     values = _read_record(place / "run.json")
     facts["created"] = RunMetadata.parse(values, str(place / "run.json")).created[:16]
@@ -278,13 +282,11 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
         facts["test"] = next((scores.get(f"{split}_CIDEr-D") for split in data["test_splits"]), None)
         entry.state = "complete"
         return
-    for name in (str(stage["name"]) for stage in config["stages"]):
-        if f"stages/{name}/DONE.json" not in entry.files:
-            facts["at"] = name
-            break
-        facts["val"] = _read_record(place / f"stages/{name}/DONE.json").get("best_score")
-    else:
-        facts["at"] = TRAINED
+    stages = [str(stage["name"]) for stage in config["stages"]]
+    finished = list(takewhile(lambda name: f"stages/{name}/DONE.json" in entry.files, stages))
+    facts["at"] = TRAINED if len(finished) == len(stages) else stages[len(finished)]
+    if finished:
+        facts["val"] = _read_record(place / f"stages/{finished[-1]}/DONE.json").get("best_score")
     entry.state = "in progress" if is_active else "interrupted"
 
 
@@ -390,7 +392,9 @@ def _require_idle(entries: Sequence[Content]) -> None:
 
 def _leftovers(storage: StoragePath) -> Iterator[Removal]:
     """The hidden folders that killed processes have left beside runs and feature stores on a disk."""
-    for part in ("runs", "features") if not storage.is_remote else ():
+    if storage.is_remote:
+        return
+    for part in ("runs", "features"):
         for content in _listed(storage, part):
             if TEMPORARY.fullmatch(content.name) and content.days > LEAST_DAYS:
                 yield Removal("leftover", content, "of a killed process")
@@ -399,8 +403,12 @@ def _leftovers(storage: StoragePath) -> Iterator[Removal]:
 def _features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> list[Removal]:
     """The feature stores whose backbone no run has. Raises one of FAILURES if the backbones of a run cannot be read."""
     stores = [store for store in found["features"] if store.needs and store.days > LEAST_DAYS]
+    if not stores:
+        return []
     used = set[str]()
-    for run in (run for run in found["runs"] if stores and run.state != "foreign"):
+    for run in found["runs"]:
+        if run.state == "foreign":
+            continue
         if run.state == "unprepared":
             raise UserError(f"{run.path} is unprepared, and what it needs cannot be read")
         best = {match[1] for match in map(BEST.fullmatch, run.files) if match}

@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,68 +55,76 @@ CLIENT_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.m
 PACKAGE = "raycap"
 SUFFIXES = (".py", ".yaml", ".html", ".jinja", ".typed")  # of the package's files that are sent
 OUTSIDE_FOLDER = "submitted"  # the job's folder for configurations that are not shipped with the package
+INPUT_OPTIONS = {
+    "images": "IMAGES",
+    "model": "--model",
+    "models": "--model",
+    "compared": "--compare",
+    "constraints": "--constraints",
+}
+OUTPUT_OPTIONS = {"out": "--out", "explain": "--explain", "json_file": "--json"}
 NO_PATHS = ("none", "pretrained", SYNTHETIC)  # values of keys that otherwise name a file
 
 
-@dataclass(frozen=True)
-class Job:
-    """A command to run on a cluster: `raycap COMMAND ARGUMENTS`. The first argument may name a configuration.
+def submit(
+    command: str,
+    arguments: Sequence[str],
+    address: str,
+    *,
+    environment: Mapping[str, str],
+    secrets: Sequence[str],
+    detach: bool = False,
+) -> int:
+    """Sends the code and starts the job `raycap COMMAND ARGUMENTS`. The first argument may name a configuration.
 
-    variables: environment variables for the command. secrets: names of variables that the cluster's nodes have.
-    """
-
-    command: str
-    arguments: Sequence[str]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    secrets: Sequence[str] = ()
-
-
-def submit(job: Job, address: str, *, detach: bool = False) -> int:
-    """Sends the code and starts the job. Prints the job's log and returns its exit code, or 0 at once with `detach`.
-
-    Raises UserError for every mistake that can be found before anything is sent.
+    Prints the job's log and returns its exit code, or 0 at once with `detach`. Raises UserError for every mistake that
+    can be found before anything is sent. environment: variables for the job. secrets: names of variables that the
+    cluster's nodes have.
     """
     address = dashboard_address(address)
-    name, files, config = _read(job)
-    arguments = list(job.arguments) if config is None else [config, *job.arguments[1:]]
+    name, files, config = _read(command, arguments, environment, secrets)
+    job_arguments = arguments if config is None else [config, *arguments[1:]]
     begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     # The id is a part of URLs, so it contains only letters, digits and hyphens.
     job_id = f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{begin}-{uuid.uuid4().hex[:6]}"
-    title = " ".join([job.command, *arguments[:1]])
-    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
+    title = " ".join([command, *job_arguments[:1]])
+    _prepare_client()
+    from ray.job_submission import JobSubmissionClient
+
+    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder, _errors_translated(address):
         pack(Path(folder), files)
-        with _jobs_server(address) as client:
-            client.submit_job(
-                submission_id=job_id,
-                entrypoint=entrypoint(job.command, arguments, job.secrets),
-                runtime_env={
-                    "working_dir": folder,
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(job.variables),
-                },
-                metadata={"raycap.command": title, "raycap.commit": commit()},
-            )
+        client = JobSubmissionClient(address)
+        client.submit_job(
+            submission_id=job_id,
+            entrypoint=entrypoint(command, job_arguments, secrets),
+            runtime_env={
+                "working_dir": folder,
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(environment),
+            },
+            metadata={"raycap.command": title, "raycap.commit": commit()},
+        )
     logger.info(f"job       {job_id}: raycap {title}")
     logger.info(f"follow    ray job logs {job_id} --address {address} --follow")
     logger.info(f"stop      ray job stop {job_id} --address {address}")
     return 0 if detach else follow(client, job_id)
 
 
-@contextmanager
-def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
-    """Yields Ray's client of the jobs server. The client finds the token by itself.
-
-    In the `with` block, a refused request raises UserError, and an unreachable server raises JobFailedError.
-    """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # set here, because Ray reads it when it is imported
+def _prepare_client() -> None:
+    """Makes Ray's client of the jobs server use a token, if there is one. Must be called before Ray is imported."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)
-    from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
-
     for name in CLIENT_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def _errors_translated(address: str) -> Iterator[None]:
+    """In the context, a refused request raises UserError, and an unreachable jobs server JobFailedError."""
+    from ray.exceptions import AuthenticationError
+
     try:
-        yield JobSubmissionClient(address)
+        yield
     except AuthenticationError as error:
         raise UserError(
             f"{address} refuses the token, or asks for one; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
@@ -128,45 +135,57 @@ def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
         raise UserError(f"{address} refuses the request, or is no Ray dashboard: {one_line(error)}") from error
 
 
-def _read(job: Job) -> tuple[str, dict[str, Path], str | None]:
+def _read(
+    command: str, arguments: Sequence[str], environment: Iterable[str], secrets: Sequence[str]
+) -> tuple[str, dict[str, Path], str | None]:
     """Reads the arguments and the configuration as the job will. Raises UserError for what the job would refuse.
 
     Returns a name for the job, the files to send by their path in the job's folder, and the path of the configuration
     in this folder, or None if there is no configuration.
     """
-    available = {*job.variables, *job.secrets}
-    check_texts(None, job.arguments, available)
-    values = parse_arguments(job.command, job.arguments)
+    available = {*environment, *secrets}
+    check_texts(None, arguments, available)
+    values = parse_arguments(command, arguments)
     path, data = values.get("config"), values.get("data")
-    for file in filter(None, (path, data)):
-        check_texts(file, (), available)
-    configs = [] if path is None else _configs(job, path, data, list(values.get("set_") or ()))
-    paths: list[tuple[str, str | Path | None]] = []
-    for option, name in (("IMAGES", "images"), ("--model", "model"), ("--model", "models"), ("--compare", "compared")):
-        given = values.get(name) or ()
-        paths += [(option, each) for each in ([given] if isinstance(given, str | Path) else given)]
+    for file in (path, data):
+        if file is not None:
+            check_texts(file, (), available)
+    configs = [] if path is None else _configs(command, path, data, values.get("set_") or (), secrets)
+    inputs = _given_paths(values, INPUT_OPTIONS)
     for config in configs:
-        paths += named_paths(config).items()
-    paths += [(f"--{name}", values.get(name)) for name in ("features", "constraints")]
-    if data is not None and not is_shipped(data):
-        paths.append(("--data", data))
-    extended = [] if data is None else referenced_files(data)
-    files, packed = job_files(path, [*(str(value) for _, value in paths if value is not None), *extended])
-    outputs = [("--out", values.get("out")), ("--explain", values.get("explain")), ("--json", values.get("json_file"))]
-    check_paths(paths, files)
-    check_paths(outputs, ())
-    return configs[0].name if configs else job.command, files, packed
+        inputs += named_paths(config).items()
+    extended = list[Path]()
+    if data is not None:
+        extended = referenced_files(data)
+        if not is_shipped(data):
+            inputs.append(("--data", data))
+    files, packed = job_files(path, [*(given for _, given in inputs), *extended])
+    check_paths(inputs, files)
+    check_paths(_given_paths(values, OUTPUT_OPTIONS), ())
+    return configs[0].name if configs else command, files, packed
 
 
-def _configs(job: Job, path: Path, data: Path | None, overrides: Sequence[str]) -> list[RunConfig]:
+def _given_paths(values: Values, options: Mapping[str, str]) -> list[tuple[str, str | Path]]:
+    """The paths that the arguments of a command name, each after its option. options: by the names of their values."""
+    paths = list[tuple[str, str | Path]]()
+    for name, option in options.items():
+        given = values.get(name) or ()
+        several = [given] if isinstance(given, str | Path) else given
+        paths += [(option, path) for path in several]
+    return paths
+
+
+def _configs(
+    command: str, path: Path, data: Path | None, overrides: Sequence[str], secrets: Sequence[str]
+) -> list[RunConfig]:
     """The configuration of the run or of the search's base, and with `--data` also a copy with that data.
 
     Secrets that only the cluster has are replaced by a placeholder.
     """
-    missing = [name for name in job.secrets if name not in os.environ]
+    missing = [name for name in secrets if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "on-the-cluster"))
     try:
-        config = load_search(path, overrides).base if job.command == "tune" else load_config(path, overrides)
+        config = load_search(path, overrides).base if command == "tune" else load_config(path, overrides)
         return [config] if data is None else [config, with_data(config, data)]
     finally:
         for name in missing:
@@ -251,9 +270,9 @@ def pack(folder: Path, files: Mapping[str, Path]) -> None:
         shutil.copyfile(path, folder / name)
 
 
-def named_paths(config: RunConfig) -> dict[str, str | None]:
+def named_paths(config: RunConfig) -> dict[str, str]:
     """{key: path} of the files and folders that a configuration names."""
-    return {
+    paths = {
         "storage": config.storage.uri,
         "data.root": config.data.root,
         "init_from": config.init_from,
@@ -264,17 +283,18 @@ def named_paths(config: RunConfig) -> dict[str, str | None]:
         "evaluation.constraints": config.evaluation.constraints,
         **config.evaluation.inputs.files(),
     }
+    return {key: path for key, path in paths.items() if path is not None}
 
 
-def check_paths(paths: Iterable[tuple[str, str | Path | None]], packed: Container[str]) -> None:
+def check_paths(paths: Iterable[tuple[str, str | Path]], packed: Container[str]) -> None:
     """Raises UserError for a relative path, unless it is among the files that the job brings (`packed`).
 
     A job's folder has no other files, and what a job writes there is lost. paths: keys or options with their values.
     """
     for key, path in paths:
-        if path is None or str(path) in NO_PATHS or is_remote(str(path)) or os.path.normpath(path) in packed:
-            continue
-        if not expanded_path(path).is_absolute():
+        is_file_of_job = os.path.normpath(path) in packed
+        is_elsewhere = str(path) in NO_PATHS or is_remote(str(path)) or expanded_path(path).is_absolute()
+        if not is_file_of_job and not is_elsewhere:
             raise UserError(
                 f"{key} = {path} is relative to a job's folder, which a cluster removes with the job; give an s3:// "
                 "URI where it takes one, or an absolute path that all nodes have"
@@ -373,13 +393,15 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
     """
     import aiohttp
 
-    num_printed, pending, unreachable_since = 0, "", None
+    num_printed, logged_reason, unreachable_since = 0, "", None
     while True:
         try:
             info, unreachable_since = client.get_job_info(job_id), None
             if info.status.value == "PENDING":
-                if pending != (pending := " ".join((info.message or "waiting for the cluster").split())):
-                    logger.info(f"pending   {pending}")
+                reason = " ".join((info.message or "waiting for the cluster").split())
+                if reason != logged_reason:
+                    logger.info(f"pending   {reason}")
+                    logged_reason = reason
             else:
                 num_received = 0
                 async for text in client.tail_job_logs(job_id):
@@ -428,5 +450,5 @@ def command(
     # An option here would be taken for the configuration. `caption` has no configuration, so it may begin with one.
     if argument.startswith("-") and command != "caption":
         raise UserError(f"submit {command} does not take {argument} there; the form is: raycap submit COMMAND CONFIG")
-    job = Job(command, [argument, *context.args], variables(env or ()), secret_names(secret or ()))
-    return submit(job, address, detach=detach)
+    arguments, environment, secrets = [argument, *context.args], variables(env or ()), secret_names(secret or ())
+    return submit(command, arguments, address, environment=environment, secrets=secrets, detach=detach)

@@ -116,8 +116,9 @@ def _reason(error: Exception) -> str:
             for rank, failure in error.worker_failures.items()
             if hasattr(failure, "health_check_failure")
         }
-        rank, failure = min((died or error.worker_failures).items())
-        return f"worker {rank} {'died' if died else 'failed'}: {_first_line(failure)}"
+        causes = died or error.worker_failures
+        rank = min(causes)
+        return f"worker {rank} {'died' if died else 'failed'}: {_first_line(causes[rank])}"
     if isinstance(error, ControllerError):
         return f"the workers did not start: {_first_line(error.controller_failure)}"
     return "Ray Train's controller died"
@@ -129,10 +130,11 @@ def _first_line(error: BaseException) -> str:
     If a GPU ran out of memory, the text ends with the keys that reduce the memory.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    cause = next((line for line in lines if " because " in line), None)
-    remedy = "; raise the stage's gradient_accumulation_steps, or set backbone.gradient_checkpointing to true"
-    text = cause or f"{type(error).__name__}: {lines[0] if lines else ''}"
-    return text + (remedy if "CUDA out of memory" in str(error) else "")
+    first_line = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    text = next((line for line in lines if " because " in line), first_line)
+    if "CUDA out of memory" in str(error):
+        text += "; raise the stage's gradient_accumulation_steps, or set backbone.gradient_checkpointing to true"
+    return text
 
 
 def _trainer(job: StageJob) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raycap.models.config import ModelConfig, ModelSizes
+from raycap.models.decoding.cache import TreeCache
 
 
 @dataclass(frozen=True)
@@ -29,26 +30,17 @@ class Features:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def select(self, rows: Tensor) -> Features:
-        """Returns the features of the images with the indices `rows` (int64, in any order, also repeated)."""
-        return map_tensors(self, lambda tensor: tensor.index_select(0, rows))
-
 
 @dataclass(frozen=True)
 class Memory:
-    """The encoder's output, which the decoder reads, with the lengths and boxes of `Features`."""
+    """The encoder's output, which the decoder reads, with the lengths of `Features`."""
 
     states: Tensor  # (B, N, D), or (B, levels, N, D) if the decoder attends to several encoder levels
     lengths: Tensor | None = None
-    boxes: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
         return self.states.shape[0]
-
-    def select(self, index: Tensor) -> Memory:
-        """Returns the memory of the images with the indices `index` (int64, in any order, also repeated)."""
-        return map_tensors(self, lambda tensor: tensor.index_select(0, index))
 
 
 Tensors = TypeVar("Tensors", Features, Memory)
@@ -57,26 +49,6 @@ Tensors = TypeVar("Tensors", Features, Memory)
 def map_tensors(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> Tensors:
     """Returns a copy of the dataclass with `change` applied to every tensor. Fields that are None stay None."""
     return replace(tensors, **{name: change(tensor) for name, tensor in vars(tensors).items() if tensor is not None})
-
-
-class Cache(ABC):
-    """The decoder's state between steps for B images with K beams each. Row b*K+k is beam k of image b."""
-
-    length: int  # number of tokens that each beam has read
-    images: int
-    beams: int
-
-    @abstractmethod
-    def expand_beams(self, beams: int) -> Cache:
-        """Replaces each image's only beam by `beams` copies, in place. Raises ValueError if it has several beams."""
-
-    @abstractmethod
-    def select(self, index: Tensor) -> Cache:
-        """Makes row r continue the beam that was in row index[r], of the same image. index: (B*K,) int64."""
-
-    @abstractmethod
-    def keep_images(self, index: Tensor) -> Cache:
-        """Keeps only the images with the indices `index` (int64), because the captions of the others are finished."""
 
 
 class CaptionModel(nn.Module, ABC):
@@ -120,11 +92,11 @@ class CaptionModel(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def init_cache(self, memory: Memory, beams: int) -> Cache:
+    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         """Returns an empty cache with `beams` rows per image."""
 
     @abstractmethod
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+    def step(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, TreeCache]:
         """Reads one token (B*K,) per row. Returns the logits (B*K, V) of the next word, and the cache with the token.
 
         The logits have no gradient.
@@ -149,17 +121,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-@contextmanager
-def hooked(modules: list[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """Within the context, calls `hook` with each of `modules` and its inputs before the module runs."""
-    handles = [module.register_forward_pre_hook(hook) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def valid_tokens(lengths: Tensor | None, count: int) -> Tensor | None:

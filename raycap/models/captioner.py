@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -56,21 +56,17 @@ class Captioner(nn.Module):
         parameters in it. Raises ValueError for a pattern that matches nothing, and if no trainable parameter remains.
         """
         parameters = dict(self.named_parameters())
-        frozen: dict[str, nn.Parameter] = {}
+        frozen: set[str] = set()
         for pattern in patterns:
-            found = {
-                name: each
-                for name, each in parameters.items()
-                if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-            }
-            if not found:
+            matching = {*fnmatch.filter(parameters, pattern), *fnmatch.filter(parameters, f"{pattern}.*")}
+            if not matching:
                 names = [*(name for name, _ in self.named_modules() if name), *parameters]
                 close = difflib.get_close_matches(pattern, names, n=3) or names[:5]
                 raise ValueError(f"freeze names {pattern!r}, which matches no parameter; names are {', '.join(close)}")
-            frozen |= found
-        if not any(each.requires_grad for name, each in parameters.items() if name not in frozen):
+            frozen |= matching
+        if not any(parameters[name].requires_grad for name in parameters.keys() - frozen):
             raise ValueError(f"freeze names {', '.join(patterns)}, and nothing is left to train; name fewer")
-        return list(frozen.values())
+        return [parameters[name] for name in frozen]
 
     def compile_layers(self) -> None:
         """Makes torch compile every layer of the model and every block of the backbone at its first use, in place."""

@@ -48,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, Features, Memory, check_positions, valid_tokens
+from raycap.models.base import Features, Memory, check_positions, valid_tokens
 from raycap.models.config import ClustFormerConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -94,7 +94,7 @@ def grid_log_products(horizontal: Tensor, vertical: Tensor) -> Tensor:
     cell = torch.arange(rows * columns, device=horizontal.device)
     row, column = cell // columns, cell % columns
     top, left = torch.minimum(row[:, None], row), torch.minimum(column[:, None], column)
-    # (N, N) indices into Ch (H, W, W) and Cv (W, H, H), which are flattened
+    # (N, N) indices of Ch[top, column of a, column of b] and Cv[left, row of a, row of b] in the flattened tensors
     across = (top * columns + column[:, None]) * columns + column
     down = (left * rows + row[:, None]) * rows + row
     along_rows, along_columns = (log_products(part).flatten(1) for part in (horizontal, vertical))
@@ -195,28 +195,28 @@ class ClusterMaps(nn.Module):
             distance = torch.arange(log_row.shape[1], 0, -1, device=x.device)
             z = scalar[:, None] + (sums[:, -1:] - sums[:, :-1]) / distance + self.maps[0].bias
             (log_p,), log_complements = self._conditionals([z], before)
-            log_row = F.pad(log_row + log_p, (0, 1))
-            row, state = self._stacked(log_row.exp(), log_complements, before)
-            sums = torch.cat((sums, sums[:, -1:] + context[:, None]), 1)
-            return row, state, sums, log_row
+            new_log_row = F.pad(log_row + log_p, (0, 1))
+            row, state = self._stacked(new_log_row.exp(), log_complements, before)
+            new_sums = torch.cat((sums, sums[:, -1:] + context[:, None]), 1)
+            return row, state, new_sums, new_log_row
 
     def _conditionals(self, scores: Sequence[Tensor], before: State) -> tuple[list[Tensor], State]:
-        """Returns log P of each axis, and for conditional stacking log(1 - P) of each axis (otherwise nothing)."""
+        """Returns log P of each axis from its z, and for conditional stacking log(1 - P) of each axis (else ())."""
         if self.stacking != "conditional":
             return [F.logsigmoid(z) for z in scores], ()
-        complements = tuple(F.logsigmoid(-z) for z in scores)
+        log_complements = tuple(F.logsigmoid(-z) for z in scores)
         if before:  # equation 6: the stacked 1 - P is the product of 1 - P in this layer and in all layers below
-            complements = tuple(old + new for old, new in zip(before, complements, strict=True))
-        largest = -torch.finfo(complements[0].dtype).tiny  # below 0, so that P is above 0 and its logarithm finite
-        return [torch.log(-torch.expm1(complement.clamp(max=largest))) for complement in complements], complements
+            log_complements = tuple(below + own for below, own in zip(before, log_complements, strict=True))
+        largest = -torch.finfo(log_complements[0].dtype).tiny  # below 0, so that P is above 0 and its logarithm finite
+        return [torch.log(-torch.expm1(each.clamp(max=largest))) for each in log_complements], log_complements
 
     def _stacked(self, matrix: Tensor, log_complements: State, before: State) -> tuple[Tensor, State]:
         """Returns C after stacking, and the state for the next layer."""
-        if self.stacking == "matrix":
-            if before:
-                matrix = before[0] + matrix * (1 - before[0])
-            return matrix, (matrix,)
-        return matrix, log_complements
+        if self.stacking != "matrix":
+            return matrix, log_complements
+        if before:
+            matrix = before[0] + matrix * (1 - before[0])
+        return matrix, (matrix,)
 
 
 @dataclass(frozen=True)
@@ -250,18 +250,16 @@ def arrange_regions(boxes: Tensor, lengths: Tensor | None, rows: int) -> Arrange
     """
     count = boxes.shape[1]
     columns = math.ceil(count / rows)
-    center_x, center_y = boxes[..., 0::2].mean(-1), boxes[..., 1::2].mean(-1)
-    if lengths is not None:
-        padding = torch.arange(count, device=boxes.device) >= lengths[:, None]
-        center_x, center_y = (axis.masked_fill(padding, torch.inf) for axis in (center_x, center_y))
-    center_x, center_y = (F.pad(axis, (0, columns * rows - count), value=torch.inf) for axis in (center_x, center_y))
+    limit = count if lengths is None else lengths[:, None]  # indices from this limit on are padding or dummies
+    is_empty = torch.arange(columns * rows, device=boxes.device) >= limit
+    centers = torch.stack((boxes[..., 0::2].mean(-1), boxes[..., 1::2].mean(-1)))  # (2, B, N)
+    center_x, center_y = F.pad(centers, (0, columns * rows - count)).masked_fill(is_empty, torch.inf)
     # sorted by y and then stably by x, so that regions with the same x stay sorted by y
-    order = center_y.argsort(stable=True, dim=1)
-    order = order.gather(1, center_x.gather(1, order).argsort(stable=True, dim=1))
-    order_in_column = center_y.gather(1, order).view(-1, columns, rows).argsort(stable=True, dim=2)
-    order = order.view(-1, columns, rows).gather(2, order_in_column).transpose(1, 2).flatten(1)
-    # indices from this limit on are padding or dummies
-    limit = count if lengths is None else lengths[:, None]
+    by_y = center_y.argsort(stable=True, dim=1)
+    by_x = by_y.gather(1, center_x.gather(1, by_y).argsort(stable=True, dim=1))
+    order_in_column = center_y.gather(1, by_x).view(-1, columns, rows).argsort(stable=True, dim=2)
+    by_column = by_x.view(-1, columns, rows).gather(2, order_in_column)
+    order = by_column.transpose(1, 2).flatten(1)  # row by row
     return Arrangement(order, order < limit)
 
 
@@ -295,7 +293,8 @@ class ClusteredAttention(SelfAttention):
         weights = self._weights(query, key, path[:, None], clusters)
 
         def of_slots(masks: CaptionMasks, p: float) -> Tensor:
-            on_path = masks.of_pairs((self.num_heads,), p)[0].view(*ancestors.shape, -1).permute(0, 3, 1, 2)
+            of_new_token = masks.of_pairs((self.num_heads,), p)[0]  # (B*K, t, H)
+            on_path = of_new_token.view(*ancestors.shape, -1).permute(0, 3, 1, 2)  # (B, H, K, t)
             return on_path.new_zeros(weights.shape).scatter_(3, ancestors[:, None].expand_as(on_path), on_path)
 
         mixed = self.dropout(weights, of_slots).to(value.dtype) @ value
@@ -447,18 +446,13 @@ class ClustFormer(EncoderDecoder):
         states = self.encoder_norm(layer_outputs(self.encoder, x, shared)[-1])
         if arrangement is not None:
             states = arrangement.undo(states, features.tokens.shape[1])
-        return Memory(states, features.lengths, features.boxes)
+        return Memory(states, features.lengths)
 
     def _start_pass(self, layout: Layout, attention_mask: Tensor | None, device: torch.device) -> PassState:
         """Returns the state before the first layer, with the matrix of a fixed window if the configuration has one."""
         window = self.config.window
         matrix = None if window is None else window_matrix(layout.rows, layout.columns, window, device)[None]
         return PassState(layout, attention_mask, window=matrix)
-
-    def _start_caption_pass(self, tokens: Tensor) -> PassState:
-        """Returns the state before the first decoder layer for tokens (B*K, T), with a causal attention mask."""
-        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
-        return self._start_pass(Layout(rows=1, columns=tokens.shape[1]), mask, tokens.device)
 
     def _layout(self, features: Features) -> tuple[Arrangement | None, Layout]:
         """Returns the arrangement of regions (None if the input order stays), and the layout of the image tokens."""
@@ -496,7 +490,9 @@ class ClustFormer(EncoderDecoder):
         return self.lm_head(self.decoder_norm(outputs[-1]))
 
     def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
-        return super().decode(memory, tokens, self._start_caption_pass(tokens))
+        length = tokens.shape[1]
+        is_causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        return super().decode(memory, tokens, self._start_pass(Layout(1, length), is_causal, tokens.device))
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
@@ -538,15 +534,15 @@ class MaskTokenClustFormer(ClustFormer):
         return self.logits([self.predicting(outputs[-1])])
 
     def predicting(self, values: Tensor) -> Tensor:
-        length = values.shape[1] - 1
-        return values.unflatten(0, (-1, length)).diagonal(offset=1, dim1=1, dim2=2).movedim(-1, 1)
+        by_prefix = values.unflatten(0, (-1, values.shape[1] - 1))  # (B*K, T, T + 1, ...)
+        # the mask token of prefix t is at t + 1
+        return by_prefix.diagonal(offset=1, dim1=1, dim2=2).movedim(-1, 1)
 
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         return EncoderDecoder.init_cache(self, memory, beams)  # only the causal decoder needs sums and rows of C
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
-        assert isinstance(cache, TreeCache)
+    def step(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, TreeCache]:
         check_positions(cache.length + 1, self.sizes.max_positions)
         cache.advance()
         consumed = cache.layers[0].append("tokens", tokens.view(1, cache.images, cache.beams))[0]  # (B, slots)

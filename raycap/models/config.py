@@ -255,8 +255,7 @@ class ClustFormerConfig(ModelConfig):
         super().__post_init__()
         for side, layers in (("encoder", self.num_encoder_layers), ("decoder", self.num_decoder_layers)):
             chosen = getattr(self, f"clustered_{side}_layers") or ()
-            repeats, exist = len(set(chosen)) < len(chosen), set(chosen) <= set(range(1, layers + 1))
-            if repeats or not exist:
+            if len(set(chosen)) < len(chosen) or not all(1 <= number <= layers for number in chosen):
                 raise ValueError(
                     f"model.clustered_{side}_layers = {list(chosen)} must be different numbers from 1 to {layers}"
                 )
@@ -415,12 +414,13 @@ class Decoding:
                 "evaluation.decoding.sampling draws captions without beams, and evaluation.decoding.beam_groups is "
                 f"{self.beam_groups}; set one of them only"
             )
-        changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
-        for key in changed & {"temperature", "top_k", "top_p", "seed"} if not self.sampling else ():
-            raise ValueError(
-                f"evaluation.decoding.{key} is for drawn captions, and evaluation.decoding.sampling is false; set it "
-                f"to true, or leave {key} out"
-            )
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        for key in changed:
+            if key in ("temperature", "top_k", "top_p", "seed") and not self.sampling:
+                raise ValueError(
+                    f"evaluation.decoding.{key} is for drawn captions, and evaluation.decoding.sampling is false; set "
+                    f"it to true, or leave {key} out"
+                )
         if "diversity" in changed and self.beam_groups == 1:
             raise ValueError(
                 "evaluation.decoding.diversity is for groups of beams, and evaluation.decoding.beam_groups is 1; set "
@@ -467,10 +467,14 @@ class Augmentation:
 
 @dataclass(frozen=True)
 class Views:
-    """`count` augmented versions of each training image."""
+    """`count` augmented versions of each training image.
+
+    as_stored: if true, a reader of image files makes only the versions that a feature store would have, and no others.
+    """
 
     count: int
     augmentation: Augmentation
+    as_stored: bool = False
 
     def keys(self, content_key: str) -> list[str]:
         """Returns the keys of an image's versions in a feature store. Another augmentation gives other keys."""

@@ -152,7 +152,7 @@ class CaptionMasks:
         self.sources = self.sources[:, :length]
 
     def select(self, index: Tensor) -> None:
-        """Makes row r continue the former row index[r] after a step, as `Cache.select` does.
+        """Makes row r continue the former row index[r] after a step, as `TreeCache.select` does.
 
         Indices count only the rows of images that are still sampled.
         """
@@ -175,7 +175,8 @@ class CaptionMasks:
         mask = self._get_or_draw((self.length, len(self.sources), *shape), p)
         if self.position is not None:
             return mask[self.position, self.rows][:, None]
-        return mask[torch.arange(self.sources.shape[1], device=mask.device), self.sources]
+        positions = torch.arange(self.sources.shape[1], device=mask.device)
+        return mask[positions, self.sources]
 
     def of_pairs(self, shape: tuple[int, ...], p: float) -> Tensor:
         """Returns the next dropout's mask for pairs of tokens, (R, T, T, *shape) in a pass.
@@ -187,9 +188,11 @@ class CaptionMasks:
             past = slice(0, self.position + 1)
             parts = mask[self.position, past], mask[past, self.position]
             return torch.stack([part[:, self.rows] for part in parts]).transpose(1, 2)
-        tokens = torch.arange(self.sources.shape[1], device=mask.device)
-        later = torch.maximum(tokens[:, None], tokens)  # decides the row, as in the step that computes the pair first
-        return mask[tokens[:, None], tokens, self.sources[:, later]]
+        positions = torch.arange(self.sources.shape[1], device=mask.device)
+        # the later token's row has the mask of a pair, because the step of this token computes the pair first
+        later = torch.maximum(positions[:, None], positions)
+        owner = self.sources[:, later]  # (R, T, T)
+        return mask[positions[:, None], positions, owner]
 
     def _get_or_draw(self, expected: tuple[int, ...], p: float) -> Tensor:
         """Returns the next dropout's masks, which have the shape `expected`. Draws them if they are new."""

@@ -96,8 +96,8 @@ class Expansion(nn.Module):
         return backward * self.dropout(backward.new_ones(*backward.shape[:-2], 1, backward.shape[-1]), self._of_vectors)
 
     def _of_vectors(self, masks: CaptionMasks, p: float) -> Tensor:
-        """Returns the shared mask (2, R, T, E / T) for dropout of whole expanded vectors in both streams."""
-        return masks.of_tokens((2, len(self.queries)), p).permute(2, 0, 1, 3)
+        """Returns the shared mask (2, R, T, N_E) for dropout of whole expanded vectors in both streams."""
+        return masks.of_tokens((2, len(self.queries)), p).permute(2, 0, 1, 3)  # from (R, T, 2, N_E)
 
 
 class StaticExpansion(Expansion):
@@ -157,21 +157,21 @@ class DynamicExpansion(Expansion):
         m = self.dropout(by_condition[:, :, None] + by_vector[:, None], self._of_m)  # (B, s, N_E, t)
         forward_mask, backward_mask = self._masks(m, valid_mask)
         forward, backward = DynamicWeights.apply(m, forward_mask, backward_mask, self.epsilon)  # (2, B, s, N_E, t)
-        by_token = backward.sum(3).mT.unbind()  # (B, t, s)
-        offset = torch.matmul(backward.sum(2).mT, self.biases).unbind()  # (B, t, D)
+        condition_weights = backward.sum(3).mT  # (2, B, t, s)
+        biases = torch.matmul(backward.sum(2).mT, self.biases)  # (2, B, t, D)
         rows = backward.flatten(2, 3).mT  # (2, B, t, s N_E)
         if not self.long_form:
             rows = self.drop_vectors(rows)
-        columns = forward.flatten(2, 3).unbind()  # (B, s N_E, u)
-        values = (value_positive, value_negative)
+        columns = forward.flatten(2, 3)  # (2, B, s N_E, u)
+        parts = zip(biases, condition_weights, rows, columns, (value_positive, value_negative), strict=True)
         streams = []
-        for out, tokens, row, column, value in zip(offset, by_token, rows.unbind(), columns, values, strict=True):
-            out = torch.baddbmm(out, tokens, condition)
+        for bias, condition_weight, row, column, value in parts:
+            stream = torch.baddbmm(bias, condition_weight, condition)
             if self.long_form:
                 expanded = self.dropout(torch.bmm(column, value), self._of_expanded)  # (B, s N_E, D), before its bias
-                streams.append(torch.baddbmm(out, row, expanded))
+                streams.append(torch.baddbmm(stream, row, expanded))
             else:
-                streams.append(torch.baddbmm(out, torch.bmm(row, column), value))
+                streams.append(torch.baddbmm(stream, torch.bmm(row, column), value))
         return gated(gate, self.dropout(streams[0]), self.dropout(streams[1]))
 
     def _of_m(self, masks: CaptionMasks, p: float) -> Tensor:
@@ -193,8 +193,8 @@ class DynamicExpansion(Expansion):
         """
         if self.causal:
             length = m.shape[-1]
-            earlier = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # [s, t]: 1 if t <= s
-            return earlier[:, None], earlier[:, None].transpose(0, 2)
+            reads = torch.ones(length, length, dtype=m.dtype, device=m.device).tril_()  # [s, t]: 1 where t <= s
+            return reads[:, None], reads[:, None].transpose(0, 2)
         if valid_mask is None:
             return None, None
         return valid_mask[:, None, None].to(m.dtype), valid_mask[:, :, None, None].to(m.dtype)  # over t, over s
@@ -211,7 +211,7 @@ class DynamicExpansion(Expansion):
         with full_precision(x):
             if isinstance(slots, RowSlots):
                 return self._step_rows(self._project(x), slots)
-            images, beams, length = ancestors.shape
+            images, beams, _ = ancestors.shape
             paths = ancestors.expand(2, -1, -1, -1)  # (2, B, K, t), indices for both directions
             new_slots, cached = slots.allocate("in_proj", (4, images, beams, x.shape[-1]), self.in_proj.weight)
             maps = self._project(x).view(images, beams, 5, -1)
@@ -220,19 +220,14 @@ class DynamicExpansion(Expansion):
             m = self.dropout(self._step_products(new_slots, cached, slots, paths), self._of_m)
             parts = signed_parts(m)  # (2, 2, B, K, N_E, t): streams, directions
             sums = total(parts, -1)
-            scale = inverse(sums[:, 0], m.dtype, self.epsilon)
+            forward_scale = inverse(sums[:, 0], m.dtype, self.epsilon)  # (2, B, K, N_E, 1)
             if self.long_form:
-                columns = self._step_expanded(parts[:, 0] * scale, cached[2:], slots, paths)
+                columns = self._step_expanded(parts[:, 0] * forward_scale, cached[2:], slots, paths)
             else:
-                # a slot's forward weights are stored by the position u on its path, so that beams need no lookup
-                new_slots, columns = slots.allocate("forward", (2, images, beams, self.vectors), m, length)
-                torch.mul(parts[:, 0], scale, out=new_slots)
-                if self.dropout.active:
-                    kept = self.dropout(m.new_ones(2, images, beams, self.vectors), self._of_vectors)
-                    new_slots.mul_(kept[..., None])
-            scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
-            by_vector = (sums[:, 1] * scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R, summed over s
-            backward = parts[:, 1] * scale  # (2, B, K, N_E, s)
+                columns = self._store_forward(parts[:, 0], forward_scale, slots)
+            backward_scale = inverse(total(sums[:, 1], -2), m.dtype, self.epsilon)  # (2, B, K, 1, 1)
+            by_vector = (sums[:, 1] * backward_scale).flatten(0, 2)[..., 0].to(m.dtype)  # (2 B K, N_E): R summed over s
+            backward = parts[:, 1] * backward_scale  # (2, B, K, N_E, s)
             return self._step_streams(by_vector, backward, columns, cached, gate, paths)
 
     def _step_rows(self, maps: Tensor, slots: RowSlots) -> Tensor:
@@ -251,9 +246,9 @@ class DynamicExpansion(Expansion):
         columns = slots.append_by_position("forward", forward).transpose(1, 2).flatten(2, 3)  # (R, 2, s N_E, u)
         backward = backward * inverse(total(backward, (2, 3)), maps.dtype, self.epsilon)  # (R, 2, N_E, s)
         value_weights = torch.matmul(backward.mT.flatten(2)[:, :, None], columns)  # (R, 2, 1, u)
-        streams = torch.matmul(value_weights, torch.stack(values, 1)) + torch.matmul(
-            total(backward, 2).to(maps.dtype), conditions[:, None]
-        )
+        condition_weights = total(backward, 2).to(maps.dtype)  # (R, 2, 1, s)
+        streams = torch.matmul(value_weights, torch.stack(values, 1))
+        streams = streams + torch.matmul(condition_weights, conditions[:, None])  # (R, 2, 1, D)
         biases = torch.matmul(total(backward, -1)[..., 0].to(maps.dtype), self.biases)  # (R, 2, D)
         positive, negative = (streams[:, :, 0] + biases).unbind(1)
         return gated(gate, positive, negative)
@@ -277,6 +272,18 @@ class DynamicExpansion(Expansion):
         torch.add(over_vectors, new_slots[0][..., None], out=m[1])
         return m
 
+    def _store_forward(self, a: Tensor, scale: Tensor, slots: TreeSlots) -> Tensor:
+        """Stores the forward weights of the new vectors, a * scale (2, B, K, N_E, t). Returns those of all slots.
+
+        A slot's weights are stored by the position u on its path, so that beams need no lookup.
+        """
+        shape = a.shape[:-1]
+        new_slots, all_slots = slots.allocate("forward", tuple(shape), a, length=a.shape[-1])
+        torch.mul(a, scale, out=new_slots)
+        if self.dropout.active:
+            new_slots.mul_(self.dropout(a.new_ones(shape), self._of_vectors)[..., None])
+        return all_slots
+
     def _step_expanded(self, forward: Tensor, values: Tensor, slots: TreeSlots, paths: Tensor) -> Tensor:
         """Returns the expanded vectors of all slots, (2, B, slots, N_E, D), after dropout, but without their bias.
 
@@ -297,22 +304,20 @@ class DynamicExpansion(Expansion):
         """
         _, images, beams, length = paths.shape
         count, width = cached.shape[2:]
-        rows = backward.new_zeros(2, images, beams, count, self.vectors)
+        rows = backward.new_zeros(2, images, beams, count, self.vectors)  # R of all slots, 0 outside of a beam's path
         rows.scatter_(3, paths[..., None].expand(-1, -1, -1, -1, self.vectors), backward.mT)
-        # weights of the tokens on a path: first those of their values, then of their conditions, each (2, B, K, t)
-        path_weights = backward.new_empty(2, 2, images, beams, length)
+        products = torch.bmm(rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1))
+        products = products.view(2, images, beams, -1)  # (2, B, K, u), or in the long form (2, B, K, D)
         streams = torch.mm(by_vector, self.biases).view(2, images, beams, width)
-        rows, columns = rows.flatten(3).flatten(0, 1), columns.flatten(2, 3).flatten(0, 1)
         if self.long_form:
-            streams += torch.bmm(rows, columns).view_as(streams)
-            path_weights[0].zero_()
-        else:
-            torch.bmm(rows, columns, out=path_weights[0].flatten(0, 1))
-        torch.sum(backward, 3, out=path_weights[1])
+            streams += products
+        # weights of the tokens on a path: first those of their values, then of their conditions, each (2, B, K, t)
+        value_weights = backward.new_zeros(2, images, beams, length) if self.long_form else products
+        path_weights = torch.stack((value_weights, backward.sum(3)))
         weights = backward.new_zeros(2, 2, images, beams, count)
         weights.scatter_(4, paths.expand(2, -1, -1, -1, -1), path_weights)
-        for stream, value, value_weights, condition_weights in zip(streams, cached[2:], *weights, strict=True):
-            stream.baddbmm_(value_weights, value).baddbmm_(condition_weights, cached[0])
+        for stream, value, value_weight, condition_weight in zip(streams, cached[2:], *weights, strict=True):
+            stream.baddbmm_(value_weight, value).baddbmm_(condition_weight, cached[0])
         positive, negative = streams.flatten(1, 2)
         return gated(gate, self.dropout(positive), self.dropout(negative))
 
@@ -415,7 +420,7 @@ class ExpansionNet(EncoderDecoder):
         Attention counts with three projections.
         """
         config, n, t = self.config, image_tokens, caption_tokens
-        d, word = config.d_model, self.config.d_model * self.sizes.vocabulary_size
+        d = config.d_model
 
         def dynamic(vectors: int, length: float) -> float:
             return 5 * length * d * d + 5 * vectors * length * length * d
@@ -424,16 +429,17 @@ class ExpansionNet(EncoderDecoder):
             return 3 * length * d * d + 2 * length * length * d
 
         if config.static_expansion is not None:
-            encoder = 4.0 * n * d * d + 5 * sum(config.static_expansion) * n * d
+            encoder_mixer = 4.0 * n * d * d + 5 * sum(config.static_expansion) * n * d
         elif config.encoder_dynamic_expansion is not None:
-            encoder = dynamic(config.encoder_dynamic_expansion, n)
+            encoder_mixer = dynamic(config.encoder_dynamic_expansion, n)
         else:
-            encoder = attention(n)
-        decoder = attention(t) if config.dynamic_expansion is None else dynamic(config.dynamic_expansion, t)
+            encoder_mixer = attention(n)
+        decoder_mixer = attention(t) if config.dynamic_expansion is None else dynamic(config.dynamic_expansion, t)
         cross = 2 * t * d * d + 2 * n * d * d + 2 * t * n * d
-        encoder = config.num_encoder_layers * (encoder + 2 * n * d * config.d_ff) + n * self.sizes.feature_width * d
-        decoder = config.num_decoder_layers * (decoder + cross + 2 * t * d * config.d_ff + t * d * d)
-        return encoder + decoder + t * word
+        encoder_layers = config.num_encoder_layers * (encoder_mixer + 2 * n * d * config.d_ff)
+        decoder_layers = config.num_decoder_layers * (decoder_mixer + cross + 2 * t * d * config.d_ff + t * d * d)
+        encoder = encoder_layers + n * self.sizes.feature_width * d
+        return encoder + decoder_layers + t * (d * self.sizes.vocabulary_size)
 
 
 class Transformer(ExpansionNet):
@@ -503,40 +509,41 @@ class StaticWeights(torch.autograd.Function):
     def forward(
         ctx: Any, m: Tensor, valid_mask: Tensor | None, groups: tuple[int, ...], epsilon: float
     ) -> tuple[Tensor, ...]:
-        results, inverses = [], []
+        results, saved = [], []
         for part in (m.clamp_min(0.0), m.clamp_max(0.0).neg_()):  # (B, L, E)
             # masked before it is multiplied by the inverse, because float16 could overflow at padding
             masked = part if valid_mask is None else part * valid_mask
-            inverses.append(inverse(total(masked, 1), m.dtype, epsilon))
-            results.append(masked * inverses[-1])
+            forward_inverse = inverse(total(masked, 1), m.dtype, epsilon)
+            forward = masked * forward_inverse
+            group_inverses = []
             for group in part.split(groups, -1):  # in place: `part` becomes the backward weights
-                inverses.append(inverse(total(group, -1), m.dtype, epsilon).div_(len(groups)))
-                group *= inverses[-1]
-            results.append(part)
-        ctx.save_for_backward(valid_mask, *results, *inverses)
+                group_inverses.append(inverse(total(group, -1), m.dtype, epsilon).div_(len(groups)))
+                group *= group_inverses[-1]
+            results += [forward, part]
+            saved += [forward, part, forward_inverse, *group_inverses]
+        ctx.save_for_backward(valid_mask, *saved)
         ctx.groups = groups
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         valid_mask, *saved = ctx.saved_tensors
-        results, inverses = saved[:4], saved[4:]
-        count = len(ctx.groups)
-        parts = []
-        for stream in range(2):
-            forward, backward = results[2 * stream : 2 * stream + 2]
-            inverse, *group_inverses = inverses[stream * (count + 1) : (stream + 1) * (count + 1)]
-            da = _normalized_gradient(gradients[2 * stream], forward, inverse, 1)
+        half = len(saved) // 2
+        signed = []
+        for stream_gradients, stream_saved in ((gradients[:2], saved[:half]), (gradients[2:], saved[half:])):
+            forward_gradient, backward_gradient = stream_gradients
+            forward, backward, forward_inverse, *group_inverses = stream_saved
+            da = _normalized_gradient(forward_gradient, forward, forward_inverse, 1)
             if valid_mask is not None:
                 da *= valid_mask
-            split = (x.split(ctx.groups, -1) for x in (da, gradients[2 * stream + 1], backward))
-            for part, gradient, y, group_inverse in zip(*split, group_inverses, strict=True):
+            by_group = (x.split(ctx.groups, -1) for x in (da, backward_gradient, backward))
+            for part, gradient, y, group_inverse in zip(*by_group, group_inverses, strict=True):
                 # y is a r / count here, where `count` is the number of groups, so that the sum is taken over count * y
                 product = gradient * y
                 shift = total(product, -1).to(y.dtype)
-                part += torch.sub(gradient, shift, alpha=count, out=product).mul_(group_inverse)
-            parts += [da, backward]
-        return _signed_gradient(*parts), None, None, None
+                part += torch.sub(gradient, shift, alpha=len(ctx.groups), out=product).mul_(group_inverse)
+            signed += [da, backward]
+        return _signed_gradient(*signed), None, None, None
 
 
 class DynamicWeights(torch.autograd.Function):
@@ -562,9 +569,9 @@ class DynamicWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        m, forward_mask, backward_mask, *saved = ctx.saved_tensors
-        da = _normalized_gradient(gradients[0], saved[0], saved[2], 4)
-        backward_da = _normalized_gradient(gradients[1], saved[1], saved[3], (2, 3))
+        m, forward_mask, backward_mask, forward, backward, forward_inverse, backward_inverse = ctx.saved_tensors
+        da = _normalized_gradient(gradients[0], forward, forward_inverse, 4)
+        backward_da = _normalized_gradient(gradients[1], backward, backward_inverse, (2, 3))
         if forward_mask is not None:
             da *= forward_mask
             backward_da *= backward_mask

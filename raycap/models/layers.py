@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Memory, check_positions, valid_tokens
+from raycap.models.base import CaptionModel, Features, Memory, check_positions, valid_tokens
 from raycap.models.config import ModelConfig, ModelSizes
 from raycap.models.decoding.cache import RowSlots, TreeCache, TreeSlots
 from raycap.models.dropout import CaptionMasks, Dropout
@@ -93,14 +93,19 @@ def attend(
     In a decoding step on a CPU, the two products are written out, because torch's fused kernel is slower for few
     queries. The keys' memory layout (`cached_for_steps`) marks such a step. Dropout needs the written-out weights, too.
     """
-    query, bias = query.to(key.dtype), None if bias is None else bias.to(key.dtype)
-    if dropout is None and (query.device.type != "cpu" or not key.mT.is_contiguous()):
+    query = query.to(key.dtype)
+    if bias is not None:
+        bias = bias.to(key.dtype)
+    is_cpu_step = key.device.type == "cpu" and key.mT.is_contiguous()
+    if dropout is None and not is_cpu_step:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     with full_precision(query):
         scores = torch.matmul(query * query.shape[-1] ** -0.5, key.mT)
-        scores = scores if bias is None else scores + bias
+        if bias is not None:
+            scores = scores + bias
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights if dropout is None else dropout(weights)
+        if dropout is not None:
+            weights = dropout(weights)
         return torch.matmul(weights.to(value.dtype), value)
 
 
@@ -465,8 +470,7 @@ class EncoderDecoder(CaptionModel):
         return TreeCache(memory.batch_size, beams, cross, cross_bias(memory), slots, paths, masks=self.masks)
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, TreeCache]:
-        assert isinstance(cache, TreeCache)
+    def step(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, TreeCache]:
         cache.advance()
         y = self.embed(tokens[:, None], cache.length - 1)[:, 0]
         outputs = []

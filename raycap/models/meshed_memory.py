@@ -115,7 +115,7 @@ class LevelAttention(CrossAttention):
         length, width = x.shape[1:]
         images, levels = key.shape[:2]
         query = split_heads(self.query(x).view(images, -1, width), self.num_heads)  # (B, H, K*T, D / H)
-        query = query[:, None].expand(-1, levels, -1, -1, -1).flatten(0, 1)
+        query = query[:, None].expand(-1, levels, -1, -1, -1).flatten(0, 1)  # (B*L, H, K*T, D / H)
         if bias is not None:
             bias = bias.repeat_interleave(levels, 0)
         mixed = attend(query, key.flatten(0, 1), value.flatten(0, 1), bias)
@@ -145,11 +145,10 @@ class MeshedAttention(nn.Module):
         results = self.norm(s[:, None] + self.dropout(self.attention(s, key, value, bias)))  # (R, L, T, D)
         if not self.gates:
             return results[:, 0]
-        gates = torch.stack(
-            [gate(torch.cat((s, result), -1)) for gate, result in zip(self.gates, results.unbind(1), strict=True)], 1
-        )
-        gates = gates.softmax(1) if self.softmax else gates.sigmoid()
-        return (gates * results).sum(1) / math.sqrt(len(self.gates))
+        levels = zip(self.gates, results.unbind(1), strict=True)
+        scores = torch.stack([gate(torch.cat((s, result), -1)) for gate, result in levels], 1)
+        weights = scores.softmax(1) if self.softmax else scores.sigmoid()
+        return (weights * results).sum(1) / math.sqrt(len(self.gates))
 
 
 class MeshedEncoderLayer(Layer):
@@ -170,8 +169,8 @@ class MeshedDecoderLayer(DecoderLayer):
     def __init__(self, config: MeshedMemoryConfig, index: int) -> None:
         super().__init__(config, pre_norm=False)
         count = config.num_encoder_layers
-        last = index + 1 if config.connection == "one_to_one" else count
-        self.levels = slice(0 if config.connection == "meshed" else last - 1, last)
+        levels = {"meshed": (0, count), "one_to_one": (index, index + 1), "last": (count - 1, count)}
+        self.levels = slice(*levels[config.connection])
         on_attention = config.attention == "on_attention"
         self.attention = SelfAttention(
             config.d_model, config.num_heads, causal=True, attention_on_attention=on_attention

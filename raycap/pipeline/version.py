@@ -1,4 +1,4 @@
-"""The versions of raycap and its main packages, the commit and the device, as `raycap --version` prints them.
+"""The versions of raycap and its main packages, and the commit, as `raycap --version` prints them.
 
 In a checkout the commit comes from git, and in a package for a cluster from the file COMMIT. This module imports only
 the standard library, so that the command takes milliseconds.
@@ -11,7 +11,6 @@ import platform
 import subprocess
 from pathlib import Path
 
-GPUS = Path("/proc/driver/nvidia/gpus")  # NVIDIA's driver lists the GPUs of this process here
 COMMIT_FILE = "COMMIT"  # in packages for clusters and container images, because these have no .git
 
 
@@ -36,8 +35,7 @@ def commit() -> str:
 def version_lines() -> list[str]:
     """The lines that `raycap --version` prints."""
     packages = [f"{name:<8}{version_of(name)}" for name in ("torch", "ray")]
-    head = f"raycap  {version_of('raycap')}"
-    return [head, f"commit  {commit()}", f"python  {platform.python_version()}", *packages, f"device  {_device()}"]
+    return [f"raycap  {version_of('raycap')}", f"commit  {commit()}", f"python  {platform.python_version()}", *packages]
 
 
 def version_of(package: str) -> str:
@@ -46,16 +44,3 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _device() -> str:
-    """The GPUs that the driver lists, such as "2 x NVIDIA H100". "CPU" if there are none."""
-    models = []
-    for file in sorted(GPUS.glob("*/information")):
-        try:
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
-            continue
-        models += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-    counts = {model: models.count(model) for model in models}
-    return ", ".join(f"{count} x {model}" for model, count in counts.items()) or "CPU"

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain import retraining as decision_module
 from raycap.pipeline.storage.lease import Lease
 from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT
@@ -80,9 +79,9 @@ def writes_of(monkeypatch: pytest.MonkeyPatch, at: int, happen: Any) -> list[str
     return done
 
 
-# The smallest number of writes: lease, token, two files of a bundle if it is promoted, snapshot, record, page and
+# The smallest number of writes: lease, token, two files of a bundle if it is promoted, snapshot, record and
 # champion.json. Renewals of the lease add to it.
-WRITES = {"promoted": 8, "kept": 6}
+WRITES = {"promoted": 7, "kept": 5}
 
 
 def cases(quick: tuple[str, str]) -> pytest.MarkDecorator:
@@ -99,8 +98,6 @@ def ahead(
     """The expected verdict, and an iterator over equal worlds with a champion and new data."""
     monkeypatch.setattr("raycap.pipeline.retrain.retraining.try_rights", lambda folder: None)  # its writes do not count
     where, verdict = request.param
-    # rendering the page takes longer than all other steps
-    monkeypatch.setattr(decision_module, "decision_page", lambda *arguments: "a page")
     world = World(tmp_path, request.getfixturevalue("s3") if where == "s3" else None)
     world.begin(size=1)
     if verdict == "kept":

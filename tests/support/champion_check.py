@@ -12,7 +12,7 @@ def decisions(store: ChampionStore, state: ChampionState) -> list[Decision]:
     """The decisions, newest first. OSError for a file that is missing."""
     found, name = list[Decision](), state.decision
     while name is not None:
-        found.append(store.decision(name))
+        found.append(Decision.model_validate_json((store.folder / name).read_bytes()))
         name = found[-1].previous
     return found
 

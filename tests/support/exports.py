@@ -25,6 +25,7 @@ from raycap.pipeline.evaluation.captioning.search import find_captions
 from raycap.pipeline.serving.export import export_captioner
 from raycap_onnx import Caption
 from tests.support.bundles import SWIN
+from tests.support.models import select_images
 
 WIDTH, MAX_POSITIONS = 6, 12
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat", "with", "two", "dogs"]] * 3, 1)
@@ -118,7 +119,7 @@ def torch_captions(
     captions = []
     for start in range(0, len(inputs), batch_size):
         rows = torch.arange(start, min(start + batch_size, len(inputs)))
-        memory = bundle.captioner.encode(inputs.select(rows))
+        memory = bundle.captioner.encode(select_images(inputs, rows))
         found = find_captions(bundle.captioner.model, memory, search, bundle.vocabulary, ())
         log_probs = found.log_probs[:, 0].sum(-1).tolist()
         for tokens, length, log_prob in zip(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raycap.models.base import CaptionModel, Features, Memory
+from raycap.models.base import CaptionModel, Features, Memory, Tensors, map_tensors
 from raycap.models.captioner import Captioner, build_model
 from raycap.models.clustformer import ClusterMaps
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
@@ -36,6 +36,10 @@ def small_model(seed: int, **changes: object) -> ExpansionNet:
     model = build_model(ExpansionNetConfig(**values), SIZES)  # type: ignore[arg-type]
     assert isinstance(model, ExpansionNet)
     return model.double().eval()
+
+
+def select_images(tensors: Tensors, index: Tensor) -> Tensors:
+    return map_tensors(tensors, lambda tensor: tensor[index])
 
 
 def exact(ours: Tensor, theirs: Tensor) -> None:
@@ -73,7 +77,7 @@ def follow_steps(model: CaptionModel, memory: Memory, beams: int, steps: int, ge
             beams, cache, history = wide, cache.expand_beams(wide), history.repeat_interleave(wide, 0)
         if step == steps // 2 and images > 1:
             kept = torch.randperm(images, generator=generator)[: images - 1]
-            memory, cache = memory.select(kept), cache.keep_images(kept)
+            memory, cache = select_images(memory, kept), cache.keep_images(kept)
             history = history.view(images, beams, -1)[kept].flatten(0, 1)
             images -= 1
         tokens = torch.randint(0, 11, (images * beams,), generator=generator)

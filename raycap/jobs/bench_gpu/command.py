@@ -38,7 +38,8 @@ def bench_gpu(
     if not rehearse and not torch.cuda.is_available():
         raise UserError("torch sees no GPU; run this on a machine with one, or give --rehearse to test it on the CPU")
     device = torch.device("cpu" if rehearse else "cuda")
-    scale, begin = REHEARSAL if rehearse else PAPER, time.monotonic()
+    scale = REHEARSAL if rehearse else PAPER
+    begin = time.monotonic()
     rows: list[Row] = []
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

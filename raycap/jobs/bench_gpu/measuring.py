@@ -20,15 +20,21 @@ def measure(call: Callable[[], object], device: torch.device) -> tuple[float, fl
     """The seconds per call, and the peak of allocated memory in GiB.
 
     After two calls to warm up, GROUPS groups of calls are timed. The result is the median of their seconds per call.
-    The time of a group includes its work on a GPU. On a CPU, only for rehearsals, a group is one call.
+    The time of a group includes its work on a GPU. With --rehearse, on the CPU, a group is one call.
     """
     for _ in range(2):
         timed(call, device)
+    size = 1
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    _, single = timed(call, device)
-    size = max(1, min(50, round(GROUP_S / single))) if device.type == "cuda" else 1
-    seconds = statistics.median(timed(lambda: [call() for _ in range(size)], device)[1] / size for _ in range(GROUPS))
+        _, single = timed(call, device)
+        size = max(1, min(50, round(GROUP_S / single)))
+
+    def group() -> None:
+        for _ in range(size):
+            call()
+
+    seconds = statistics.median(timed(group, device)[1] for _ in range(GROUPS)) / size
     return seconds, memory_mb(device) / 1024
 
 

@@ -53,7 +53,8 @@ REHEARSAL = Scale(  # sizes for a quick test on a CPU
 class Row:
     """One row of the table. seconds, memory_gib: of one call. count: images, or pairs, per call.
 
-    samples: how many images or pairs the paper's whole recipe on COCO processes with this kind of call. 0 without one.
+    samples: how many images, or pairs of image and caption, the paper's whole recipe on COCO processes with this kind
+    of call. 0 if the recipe has no such call.
     """
 
     part: str
@@ -90,7 +91,9 @@ def training(scale: Scale, device: torch.device) -> Rows:
 
 def compiled(scale: Scale, device: torch.device) -> Rows:
     """Steps of the four stages in bfloat16 with compiled layers. Runs as the last part, because compiling is slow."""
-    for stage in STAGES if device.type == "cuda" else ():
+    if device.type != "cuda":
+        return
+    for stage in STAGES:
         case = replace(stage, precision="bfloat16", checkpointing=False, compiled=True)
         yield training_row("compiled", case, scale, device)
 

@@ -79,7 +79,9 @@ class Case:
         parts = [self.name]
         if self.end_to_end:
             parts.append("checkpointing" if self.checkpointing else "all activations kept")
-        return ", ".join(parts + ["compiled"] * self.compiled)
+        if self.compiled:
+            parts.append("compiled")
+        return ", ".join(parts)
 
 
 def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> Callable[[], None]:
@@ -98,10 +100,11 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
     captioner = Captioner(model, backbone).to(device).train()
     if case.compiled:
         captioner.compile_layers()
-    optimizer, batch = make_optimizer(captioner, OptimizerSection(), 1e-5), _random_batch(case, scale)
-    batch = batch.pinned() if device.type == "cuda" else batch
+    optimizer = make_optimizer(captioner, OptimizerSection(), 1e-5)
+    on_gpu = device.type == "cuda"
+    batch = _random_batch(case, scale).pinned() if on_gpu else _random_batch(case, scale)
     objective, generator = _objective(case, device, scale), torch.Generator(device)
-    finite, number = FiniteCheck(case.name, 0, defers=device.type == "cuda"), 0
+    finite, number = FiniteCheck(case.name, 0, defers=on_gpu), 0
 
     def step() -> None:
         nonlocal number

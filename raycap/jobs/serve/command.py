@@ -13,6 +13,7 @@ from raycap.jobs.options import Address
 from raycap.pipeline.cluster.start import check_address, cluster_address, connect
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.runtime.stopping import exit_code
 from raycap.pipeline.serving.address import named_models
 from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments, server_token
 
@@ -66,7 +67,11 @@ def command(
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"{place} is {shown(repr(first['input']))}: {shown(first['msg'])}") from error
-    _serve(arguments, host, port, address)
+    try:
+        _serve(arguments, host, port, address)
+    except KeyboardInterrupt:
+        logger.info("the server has stopped")
+        return exit_code()
     return 1
 
 
@@ -87,7 +92,8 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None)
     try:
         deployments.start(arguments, models, host, port, is_local=is_local)
         access = "with the token of RAYCAP_SERVE_TOKEN" if has_token else "without a token"
-        logger.info(f"serving    http://{f'[{host}]' if ':' in host else host}:{port} ({access}); Ctrl-C stops it")
+        place = f"[{host}]" if ":" in host else host  # an IPv6 address
+        logger.info(f"serving    http://{place}:{port} ({access}); Ctrl-C stops it")
         deployments.wait()
     finally:
         deployments.stop(is_local=is_local)

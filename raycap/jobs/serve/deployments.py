@@ -34,7 +34,7 @@ from raycap.pipeline.serving.address import NamedModel, named_models
 from raycap.pipeline.serving.app import make_app
 from raycap.pipeline.serving.host import Answer, ImageJob, ModelHost, RefusedError
 from raycap.pipeline.serving.served_models import Captioners
-from raycap.pipeline.serving.settings import ServeArguments, server_token
+from raycap.pipeline.serving.settings import CLUSTER, ServeArguments, server_token
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
@@ -51,15 +51,16 @@ class CaptionerDeployment:
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
-        address, source = model.address, model.source
-        if address.champion is not None:  # may have changed if this process replaces one that died
-            source = address.resolve()
+        address, follows = model.address, model.address.champion is not None
+        source = (
+            address.resolve() if follows else model.source
+        )  # the champion may have changed since the server's start
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
         # Each process computes with its share of this machine's cores or, in a cluster, with the CPUs asked of Ray.
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
         self.host = self.thread.submit(ModelHost, address, source, settings).result()
-        if address.champion is not None:
+        if follows:
             threading.Thread(target=self.host.follow, args=(arguments.poll_s,), daemon=True).start()
         self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
@@ -105,7 +106,7 @@ class Ingress:
         prepare_replica(is_local)
         give_memory_back()
         # The token is not an argument, because Ray's dashboard shows the arguments of deployments to everybody.
-        token = server_token(None, insecure=not has_token)
+        token = server_token(CLUSTER, insecure=not has_token)
         self.app_of_requests = make_app(
             {name: ray_captioners(handle) for name, handle in captioners.items()}, arguments, token
         )
@@ -121,7 +122,7 @@ def application(args: dict[str, object]) -> serve.Application:
     args: the fields of `ServeArguments`. Raises ValueError if they are invalid, and UserError for a bad token or model.
     """
     arguments = ServeArguments.model_validate(args)
-    server_token(None, arguments.insecure)
+    server_token(CLUSTER, arguments.insecure)
     return build(arguments, named_models(arguments), is_local=False)
 
 
@@ -134,9 +135,9 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
     scaling: Values = {"num_replicas": arguments.replicas}
     if not isinstance(arguments.replicas, int):
         least, most = arguments.replicas
-        scaling = {"autoscaling_config": {"min_replicas": least, "max_replicas": most}}
         # Two batches per process, so that one waits while the other is captioned.
-        scaling["autoscaling_config"]["target_ongoing_requests"] = 2 * size
+        limits = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 2 * size}
+        scaling = {"autoscaling_config": limits}
     captioner = CaptionerDeployment.options(  # type: ignore[attr-defined]
         # More than Ray's default of 5, with which a batch would never be full.
         max_ongoing_requests=4 * size,
@@ -155,7 +156,7 @@ def build(arguments: ServeArguments, models: Iterable[NamedModel], *, is_local: 
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=SHUTDOWN_S,
     )
-    has_token = server_token(None, insecure=True) is not None
+    has_token = server_token(CLUSTER, insecure=True) is not None
     return ingress.bind(arguments, captioners, has_token=has_token, is_local=is_local)
 
 
@@ -173,8 +174,12 @@ def prepare_replica(is_local: bool) -> None:
     configure_logging()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if is_local:
-        add_port = replica.add_port_to_grpc_server
-        replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
+        add_port_of_ray = replica.add_port_to_grpc_server
+
+        def add_loopback_port(server: object, address: str) -> int:
+            return add_port_of_ray(server, address.replace("[::]", "127.0.0.1"))
+
+        replica.add_port_to_grpc_server = add_loopback_port
 
 
 def give_memory_back() -> None:
@@ -192,10 +197,10 @@ def require_unused() -> None:
 
     All applications share one port, and stopping this server would also stop the others.
     """
-    if found := serve.status().applications:
+    for name in serve.status().applications:
         raise UserError(
-            f"Ray Serve already runs on this cluster, with the application {shown(next(iter(found)))}; stop it with "
-            "`serve shutdown`, or serve on another cluster"
+            f"Ray Serve already runs on this cluster, with the application {shown(name)}; stop it with `serve "
+            "shutdown`, or serve on another cluster"
         )
 
 

@@ -70,7 +70,7 @@ class EncoderGraph(nn.Module):
             GraphTensor("features", torch.randn(images, count, self.model.sizes.feature_width), dims),
             GraphTensor("lengths", lengths, {0: "images"}),
         ]
-        if getattr(self.model.config, "needs_boxes", False):
+        if self.model.config.needs_boxes:
             found.append(GraphTensor("boxes", torch.rand(images, count, 4), dims))
         return found
 
@@ -109,7 +109,8 @@ class StepGraph(nn.Module):
     @torch.no_grad()
     def _find_cache(self) -> list[GraphTensor]:
         """Returns the tensors of the cache. Two steps are run to find the dimensions that grow with each step."""
-        tokens, memory = torch.zeros(IMAGES, 1, dtype=torch.int64), [each.example for each in self.memory]
+        tokens = torch.zeros(IMAGES, 1, dtype=torch.int64)
+        memory = {each.name: each.example for each in self.memory}
         _, first = self._step(tokens, memory, {})
         _, second = self._step(tokens, memory, first)
         found = []
@@ -134,30 +135,31 @@ class StepGraph(nn.Module):
         return ["log_probs", *(f"next_{each.name}" for each in self.cache)]
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        tokens, rows = inputs[0], inputs[1].flatten()
-        memory, cache = inputs[2 : 2 + len(self.memory)], inputs[2 + len(self.memory) :]
-        own = {each.name: tensor.index_select(0, rows) for each, tensor in zip(self.cache, cache, strict=True)}
-        log_probs, new = self._step(tokens, list(memory), own)
+        tokens, parents, *others = inputs
+        memory = {each.name: tensor for each, tensor in zip(self.memory, others, strict=False)}
+        cache = zip(self.cache, others[len(memory) :], strict=True)
+        cached = {each.name: tensor.index_select(0, parents.flatten()) for each, tensor in cache}
+        log_probs, new = self._step(tokens, memory, cached)
         return [log_probs, *(new[each.name] for each in self.cache)]
 
     def _step(
-        self, tokens: Tensor, memory: list[Tensor], cached: Mapping[str, Tensor]
+        self, tokens: Tensor, memory: Mapping[str, Tensor], cached: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns log-probabilities (B, K, V) and the new cache by name. cached: {} before the first step."""
-        num_layers, rows = len(self.model.decoder), tokens.numel()
-        slots = [
-            RowSlots(
-                {key.removeprefix(f"{index}_"): each for key, each in cached.items() if key.startswith(f"{index}_")}
-            )
-            for index in range(num_layers)
-        ]
+        """Returns log-probabilities (B, K, V) and the new cache by name. cached: {} before the first step.
+
+        The names in the cache are those of a layer's slots after the layer's index, such as 0_key_value.
+        """
+        layers, rows = range(len(self.model.decoder)), tokens.numel()
+        slots = [RowSlots({}) for _ in layers]
+        for key, each in cached.items():
+            number, _, name = key.partition("_")
+            slots[int(number)].cached[name] = each
         length = next(iter(cached.values())).shape[1] if cached else 0
-        cross = list(zip(memory[0 : 2 * num_layers : 2], memory[1 : 2 * num_layers : 2], strict=True))
-        bias = memory[2 * num_layers] if len(memory) > 2 * num_layers else None
+        cross = [(memory[f"key_{index}"], memory[f"value_{index}"]) for index in layers]
         path = torch.arange(length, device=tokens.device).expand(rows, 1, -1)
-        cache = TreeCache(rows, 1, cross, bias, list(slots), path, length, length)
+        cache = TreeCache(rows, 1, cross, memory.get("bias"), list(slots), path, length, length)
         logits, cache = self.model.step(tokens.flatten(), self._with_clusters(cache, cached))
-        new = {f"{index}_{name}": each for index in range(num_layers) for name, each in slots[index].cached.items()}
+        new = {f"{index}_{name}": each for index in layers for name, each in slots[index].cached.items()}
         if isinstance(cache, ClusterCache):
             for index, layer in enumerate(cast(ClustFormer, self.model).decoder):
                 if layer.clusters is not None:

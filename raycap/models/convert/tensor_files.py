@@ -126,7 +126,9 @@ def _limited_memory(num_bytes: int) -> Iterator[None]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:
@@ -149,17 +151,18 @@ def reason_of(error: Exception) -> str:
 
     The message is cut to MAX_REASON characters, because it may quote a long name from a stranger's file.
     """
-    text = " ".join(str(error).split())[:MAX_REASON]
+    text, kind = " ".join(str(error).split())[:MAX_REASON], type(error).__name__
     if type(error) is ValueError:
         return text
-    return type(error).__name__ + (f": {text}" if text and "weights_only" not in str(error) else "")
+    if not text or "weights_only" in str(error):
+        return kind
+    return f"{kind}: {text}"
 
 
 def name_problems(expected: Set[str], given: Set[str]) -> str:
     """Describes missing and unknown names in a checkpoint for a message. Returns "" if all names are as expected."""
-    missing, unknown = expected - given, given - expected
-    problems = [f"lacks {min(missing)[:MAX_REASON]!r} ({len(missing)} missing)"] if missing else []
-    problems += [f"has {min(unknown)[:MAX_REASON]!r} ({len(unknown)} unknown)"] if unknown else []
+    parts = (("lacks", "missing", expected - given), ("has", "unknown", given - expected))
+    problems = [f"{verb} {min(names)[:MAX_REASON]!r} ({len(names)} {kind})" for verb, kind, names in parts if names]
     return " and ".join(problems)
 
 

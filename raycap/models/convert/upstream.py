@@ -82,13 +82,15 @@ def upstream_names(config: ExpansionNetConfig) -> dict[str, tuple[str, ...]]:
         names |= linear_names({"map": "reduce_group", "norm": "reduce_norm"}, f"{side}_sum.", f"{side[:3]}_")
     names["token_embedding.weight"] = ("out_embedder.embed.weight",)
     names["positions.weight"] = ("pos_encoder.weight",)
-    encoder = [("encoder", "stc_exp", _ENCODER_LAYER, index) for index in range(config.num_encoder_layers)]
-    decoder = [("decoder", "dyn_exp", _DECODER_LAYER, index) for index in range(config.num_decoder_layers)]
-    for side, expansion, table, index in encoder + decoder:
-        ours, theirs = f"{side}.{index}.", f"{side}s.{index}."
-        names |= linear_names(table, ours, theirs)
-        names[f"{ours}mixer.queries"] = (f"{theirs}{expansion}.query_exp_vectors.weight",)
-        names[f"{ours}mixer.biases"] = (f"{theirs}{expansion}.bias_exp_vectors.weight",)
+    for side, expansion, table, num_layers in (
+        ("encoder", "stc_exp", _ENCODER_LAYER, config.num_encoder_layers),
+        ("decoder", "dyn_exp", _DECODER_LAYER, config.num_decoder_layers),
+    ):
+        for index in range(num_layers):
+            ours, theirs = f"{side}.{index}.", f"{side}s.{index}."
+            names |= linear_names(table, ours, theirs)
+            names[f"{ours}mixer.queries"] = (f"{theirs}{expansion}.query_exp_vectors.weight",)
+            names[f"{ours}mixer.biases"] = (f"{theirs}{expansion}.bias_exp_vectors.weight",)
     return names
 
 
@@ -202,10 +204,12 @@ def convert_meshed_memory(tensors: Mapping[str, Tensor], config: MeshedMemoryCon
     weights = {name: tensor for name, tensor in tensors.items() if ".running_" not in name}
     state = join_rows(weights, meshed_memory_names(config), "a Meshed-Memory Transformer", config)
     state["positions"] = state["positions"][1:]
-    for name, tensor in state.items():
-        if ".memory_" in name and tensor.shape[0] != 1:
-            raise ValueError(f"the checkpoint's {name} has shape {tuple(tensor.shape)}; expected (1, slots, width)")
-    return {name: tensor[0] if ".memory_" in name else tensor for name, tensor in state.items()}
+    for name in [name for name in state if ".memory_" in name]:
+        shape = tuple(state[name].shape)
+        if shape[0] != 1:
+            raise ValueError(f"the checkpoint's {name} has shape {shape}; expected (1, slots, width)")
+        state[name] = state[name][0]
+    return state
 
 
 def infer_meshed_memory(tensors: Mapping[str, Tensor]) -> Inferred:

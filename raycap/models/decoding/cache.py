@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raycap.models.base import Cache
 from raycap.models.dropout import CaptionMasks
 
 INITIAL_STEPS = 20  # enough for most captions; the room is doubled for longer ones
@@ -107,8 +106,11 @@ def _select_images(x: Tensor, index: Tensor) -> Tensor:
 
 
 @dataclass
-class TreeCache(Cache):
-    """The slots and the cross-attention keys and values of every layer, and the beams' paths through the slots."""
+class TreeCache:
+    """The decoder's state between steps for B images with K beams each. Row b*K+k is beam k of image b.
+
+    The state has the slots and the cross-attention keys and values of every layer, and the beams' paths.
+    """
 
     images: int
     beams: int
@@ -116,7 +118,7 @@ class TreeCache(Cache):
     bias: Tensor | None  # (B, 1, 1, N), 0 at image tokens and -1e4 at padding, or None if nothing is padded
     layers: list[TreeSlots]
     ancestors: Tensor  # (B, K, t), the slots on each beam's path
-    length: int = 0
+    length: int = 0  # number of tokens that each beam has read
     count: int = 0  # number of slots so far
     masks: CaptionMasks | None = None  # dropout masks that the teacher-forced pass uses, too
 
@@ -132,8 +134,7 @@ class TreeCache(Cache):
             layer.count = self.count
 
     def expand_beams(self, beams: int) -> TreeCache:
-        if self.beams != 1:
-            raise ValueError(f"each image has {self.beams} beams already; only one can become {beams}")
+        """Replaces each image's only beam by `beams` copies, in place."""
         self.ancestors = self.ancestors.expand(-1, beams, -1)
         self.beams = beams
         for layer in self.layers:
@@ -141,12 +142,14 @@ class TreeCache(Cache):
         return self
 
     def select(self, index: Tensor) -> TreeCache:
+        """Makes row r continue the beam that was in row index[r], of the same image. index: (B*K,) int64."""
         if self.masks is not None:
             self.masks.select(index)
         self.ancestors = self.ancestors.flatten(0, 1).index_select(0, index).view(self.images, self.beams, -1)
         return self
 
     def keep_images(self, index: Tensor) -> TreeCache:
+        """Keeps only the images with the indices `index` (int64), because the captions of the others are finished."""
         if self.masks is not None:
             self.masks.keep_images(index, self.beams)
         self.images = len(index)

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, check_beams, search
+from raycap.models.decoding.search import Beams, Captions, Decoder, Memories, Models, ScoreRules, search
 
 Words = tuple[int, ...]
 Constraint = Sequence[Words]  # its alternatives
@@ -117,19 +118,16 @@ def constrained_beam_search(
 
     If no beam satisfies as many constraints as required, the captions that satisfy the most are returned. Each state
     has `beam_size` beams, which compete as in `beam_search`, so that the cost grows with the number of states of the
-    largest automaton. Raises ValueError unless images have one automaton each and 1 <= num_results <= beam_size.
+    largest automaton. automata: one for each image.
     """
-    check_beams(beam_size, num_results)
     states = max((len(automaton.num_satisfied) for automaton in automata), default=1)
     decoder = Decoder(models, memories, states * beam_size, max_length)
-    if len(automata) != len(decoder.images):
-        raise ValueError(f"{len(automata)} automata for {len(decoder.images)} images; give one for each")
     transitions = _transitions(automata, states, decoder.sizes.vocabulary_size, decoder.device)
     beams = ConstrainedBeams(**vars(Beams.start(decoder, max_length)), beam_size=beam_size, transitions=transitions)
     results = search(decoder, beams, max_length, rules)
     # a state that a smaller automaton does not have counts as -1 constraints, which is below every real state
-    satisfied = [[*automaton.num_satisfied, *[-1] * (states - len(automaton.num_satisfied))] for automaton in automata]
-    num_satisfied = torch.tensor(satisfied, device=decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
+    by_state = pad_sequence([torch.tensor(each.num_satisfied) for each in automata], True, padding_value=-1)  # (B, S)
+    num_satisfied = by_state.to(decoder.device).repeat_interleave(beam_size, 1)  # (B, S*K)
     # captions beyond the required number rank by their score alone; a beam with score -inf is no caption
     required = torch.tensor([automaton.num_required for automaton in automata], device=decoder.device)[:, None]
     counted = num_satisfied.clamp(max=required).masked_fill(results.scores.isneginf(), -1)
@@ -163,17 +161,16 @@ class ConstrainedBeams(Beams):
         log_probs: of the next word, (B*S*K, V). An ended beam stays in its state, and continues only with PAD, which
         has the log-probability 0.
         """
-        rows, pad = self.ended.shape[1], self.sizes.pad
-        log_probs = log_probs.unflatten(0, (-1, rows))
-        target = self.transitions.repeat_interleave(self.beam_size, 1)  # (B, S*K, V)
-        current_state = torch.arange(rows, device=log_probs.device) // self.beam_size
-        offers = log_probs.masked_fill(self.ended[:, :, None], -torch.inf)
+        num_beams, pad = self.ended.shape[1], self.sizes.pad
+        current_state = torch.arange(num_beams, device=log_probs.device) // self.beam_size
+        next_state = self.transitions.repeat_interleave(self.beam_size, 1)  # (B, S*K, V)
+        next_state[:, :, pad] = torch.where(self.ended, current_state.to(next_state.dtype), next_state[:, :, pad])
+        offers = log_probs.unflatten(0, (-1, num_beams)).masked_fill(self.ended[:, :, None], -torch.inf)
         offers[:, :, pad] = torch.where(self.ended, 0.0, offers[:, :, pad])
-        target[:, :, pad] = torch.where(self.ended, current_state.to(target.dtype), target[:, :, pad])
         sums = self.scores[:, :, None] + offers
         best, indices = [], []
-        for state in range(rows // self.beam_size):
-            candidates = sums.masked_fill(target != state, -torch.inf).flatten(1)
+        for state in range(num_beams // self.beam_size):
+            candidates = sums.masked_fill(next_state != state, -torch.inf).flatten(1)
             value, index = candidates.topk(min(self.beam_size, candidates.shape[1]), -1)
             missing = self.beam_size - value.shape[1]  # above 0 if there are fewer candidates than beams
             best.append(F.pad(value, (0, missing), value=-torch.inf))

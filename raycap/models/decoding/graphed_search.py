@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from raycap.models.base import CaptionModel, Memory, map_tensors
 from raycap.models.decoding.search import (
@@ -20,7 +21,6 @@ from raycap.models.decoding.search import (
     Decoder,
     ScoreRules,
     beam_search,
-    check_beams,
     search,
     start_beams,
 )
@@ -57,37 +57,32 @@ class GraphedSearch:
     seen: set[Shape] = field(default_factory=set)
     graphs: dict[Shape, SearchGraph] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_beams(self.beam_size, self.num_results)
-
     def __call__(self, memories: Sequence[Memory]) -> Captions:
         """Returns the best captions, as `beam_search` does."""
-        shape = tuple(
-            (name, tensor.shape, tensor.dtype)
-            for memory in memories
-            for name, tensor in vars(memory).items()
-            if tensor is not None
-        )
+        shape = tuple((name, tensor.shape, tensor.dtype) for memory in memories for name, tensor in _tensors(memory))
         if shape not in self.graphs and shape in self.seen and len(self.graphs) < self.max_graphs:
-            inputs = [map_tensors(memory, torch.clone) for memory in memories]
-            try:
-                self.graphs[shape] = captured(inputs, lambda: self._all_steps(inputs))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # some operation, of the search or of another thread, prevents a capture
-                logger.warning(f"searches are not captured: {error}")
-                self.max_graphs = len(self.graphs)
+            self._capture(shape, [map_tensors(memory, torch.clone) for memory in memories])
         self.seen.add(shape)
-        if shape not in self.graphs:
+        graph = self.graphs.get(shape)
+        if graph is None:
             limits = {"beam_size": self.beam_size, "max_length": self.max_length, "num_results": self.num_results}
             return beam_search(self.models, memories, rules=self.rules, **limits)
-        graph = self.graphs[shape]
         for memory, static in zip(memories, graph.inputs, strict=True):
-            for name, tensor in vars(memory).items():
-                if tensor is not None:
-                    getattr(static, name).copy_(tensor)
+            for name, tensor in _tensors(memory):
+                getattr(static, name).copy_(tensor)
         graph.replay()
-        return graph.beams.ranked(self.num_results, self.rules.length_normalization)[0]
+        captions, _ = graph.beams.ranked(self.num_results, self.rules.length_normalization)
+        return captions
+
+    def _capture(self, shape: Shape, inputs: list[Memory]) -> None:
+        """Adds the graph of a shape. If the capture fails, no further one is tried."""
+        try:
+            self.graphs[shape] = captured(inputs, lambda: self._all_steps(inputs))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # some operation, of the search or of another thread, prevents a capture
+            logger.warning(f"searches are not captured: {error}")
+            self.max_graphs = len(self.graphs)
 
     @torch.no_grad()
     def _all_steps(self, memories: Sequence[Memory]) -> Beams:
@@ -95,6 +90,10 @@ class GraphedSearch:
         decoder = Decoder(self.models, memories, self.beam_size, self.max_length, keeps_images=True)
         beams = start_beams(decoder, self.max_length, self.rules.decoding)
         return search(decoder, beams, self.max_length, self.rules)
+
+
+def _tensors(memory: Memory) -> list[tuple[str, Tensor]]:
+    return [(name, tensor) for name, tensor in vars(memory).items() if tensor is not None]
 
 
 def captured(inputs: list[Memory], run: Callable[[], Beams]) -> SearchGraph:

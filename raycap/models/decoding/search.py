@@ -1,8 +1,8 @@
 """Greedy decoding, sampling and beam search with one model or an ensemble, and the rules that forbid words.
 
 `models` and `memories` are one model and its memory, or equally long sequences of them. Several models are an ensemble,
-which averages their probabilities. Log-probabilities are float32 (float64 for a float64 model). Rules forbid words, and
-do not change the log-probabilities of allowed words.
+which averages their probabilities; they share one vocabulary. Log-probabilities are float32 (float64 for a float64
+model). Rules forbid words, and do not change the log-probabilities of allowed words.
 
 Shapes: B images, K beams or samples per image, R = B*K rows, one for each caption, t tokens so far with SOS, T caption
 tokens, V vocabulary.
@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from raycap.models.base import Cache, CaptionModel, Memory, check_positions
+from raycap.models.base import CaptionModel, Memory, check_positions
 from raycap.models.config import PLAIN, Decoding, ModelSizes
 
 CHECK_EVERY = 4  # steps between two checks on a GPU whether captions have ended, because each check waits for the GPU
@@ -65,12 +65,12 @@ class ScoreRules:
         is_unk = mask_of([self.unk]) if decoding.suppress_unk and self.unk is not None else None
 
         def restrict(log_probs: Tensor, tokens: Tensor) -> Tensor:
-            length, order = tokens.shape[1], decoding.no_repeat_ngram
+            length, ngram = tokens.shape[1], decoding.no_repeat_ngram
             masks = [] if is_unk is None else [is_unk[None]]
             if length + 1 < decoding.min_length:
                 masks.append(is_eos[None])
-            if order is not None and length >= order:
-                masks.append(repeating_words(tokens, order, log_probs.shape[1]))
+            if ngram is not None and length >= ngram:
+                masks.append(repeating_words(tokens, ngram, log_probs.shape[1]))
             if decoding.no_open_endings:
                 masks.append(is_open[tokens[:, -1:]] & is_eos)
                 if length + 1 == max_length:  # the next word is the last one
@@ -78,8 +78,8 @@ class ScoreRules:
             if not masks:
                 return log_probs
             forbidden = functools.reduce(torch.logical_or, masks)
-            forbidden = forbidden & ~(forbidden.all(-1, keepdim=True) & is_eos)
-            return log_probs.masked_fill(forbidden, -torch.inf)
+            only_eos_is_left = forbidden.all(-1, keepdim=True) & is_eos
+            return log_probs.masked_fill(forbidden & ~only_eos_is_left, -torch.inf)
 
         return restrict
 
@@ -148,24 +148,16 @@ class Decoder:
         if max_length < 2:
             raise ValueError(f"max_length is {max_length}; it counts SOS and EOS and must be 2 or more")
         self.sizes = self.models[0].sizes
-        for index, model in enumerate(self.models):
-            words, first = ((s.vocabulary_size, s.sos, s.eos, s.pad) for s in (model.sizes, self.sizes))
-            if words != first:
-                raise ValueError(
-                    f"model {index + 1} of the ensemble has {words} words and ids of SOS, EOS and PAD, model 1 has "
-                    f"{first}; they must share one vocabulary"
-                )
+        for model in self.models:
             check_positions(max_length - 1, model.sizes.max_positions)
         self.beams, self.keeps_images = beams, keeps_images
         self.device = memories[0].states.device
         self.images = torch.arange(memories[0].batch_size, device=self.device)
         # without dropout, all beams of an image are equal in the first step, so that it runs once per image
         self.shares_first_step = not any(model.training for model in self.models)
-        if not len(self.images):
-            raise ValueError("a memory of no images; nothing can be decoded")
         rows = 1 if self.shares_first_step else beams
         pairs = zip(self.models, memories, strict=True)
-        self.caches: list[Cache] = [model.init_cache(memory, rows) for model, memory in pairs]
+        self.caches = [model.init_cache(memory, rows) for model, memory in pairs]
 
     @property
     def check_every(self) -> int:
@@ -174,8 +166,9 @@ class Decoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Returns log-probabilities (R, V) of the next token: for an ensemble, logarithms of mean probabilities."""
-        first = self.shares_first_step and self.caches[0].length == 0
-        tokens = tokens[:: self.beams] if first else tokens
+        once_per_image = self.shares_first_step and self.caches[0].length == 0
+        if once_per_image:
+            tokens = tokens[:: self.beams]
         outputs = []
         for index, model in enumerate(self.models):
             logits, self.caches[index] = model.step(tokens, self.caches[index])
@@ -183,7 +176,7 @@ class Decoder:
         log_probs = outputs[0]
         if len(outputs) > 1:
             log_probs = torch.logsumexp(torch.stack(outputs), 0).sub_(math.log(len(outputs)))
-        if first:
+        if once_per_image:
             self.caches = [cache.expand_beams(self.beams) for cache in self.caches]
             log_probs = log_probs.repeat_interleave(self.beams, 0)
         return log_probs
@@ -282,11 +275,11 @@ def draw_by_inversion(probabilities: Tensor, uniform: Tensor) -> Tensor:
     sums = probabilities[:, :whole].unflatten(1, (-1, width)).sum(-1)
     if whole < count:
         sums = torch.cat((sums, probabilities[:, whole:].sum(-1, keepdim=True)), 1)
-    block, share = _locate(sums, uniform[:, None])
+    block, place = _locate(sums, uniform[:, None])
     words = block * width + torch.arange(width, device=block.device)
     inside = probabilities.gather(1, words.clamp(max=count - 1)).masked_fill(words >= count, 0.0)
     # clamped, because NaN from a diverged model may give an index beyond the last word in the last block
-    return (block * width + _locate(inside, share)[0])[:, 0].clamp_(max=count - 1)
+    return (block * width + _locate(inside, place)[0])[:, 0].clamp_(max=count - 1)
 
 
 def _locate(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,15 +309,15 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
     tokens = torch.full((total, max_length), sizes.pad, device=decoder.device)
     tokens[:, 0] = sizes.sos
     ended = torch.zeros(total, dtype=torch.bool, device=decoder.device)
-    log_probs = torch.empty(0)
+    chosen_log_probs = torch.empty(0)
     for position in range(1, max_length):
-        offered = decoder.step(tokens[rows, position - 1])
+        step_log_probs = decoder.step(tokens[rows, position - 1])  # (R, V)
         if position == 1:
-            log_probs = offered.new_zeros(total, max_length)
-        chosen = choose(offered, rows, tokens[rows, :position])
-        log_prob = offered.gather(1, chosen[:, None])[:, 0]
+            chosen_log_probs = step_log_probs.new_zeros(total, max_length)
+        chosen = choose(step_log_probs, rows, tokens[rows, :position])
+        log_prob = step_log_probs.gather(1, chosen[:, None])[:, 0]
         tokens[rows, position] = chosen.masked_fill_(ended, sizes.pad)
-        log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
+        chosen_log_probs[rows, position] = log_prob.masked_fill_(ended, 0.0)
         ended |= chosen == sizes.eos
         remaining = decoder.drop_finished(ended.view(-1, beams).all(1))
         if remaining is not None:
@@ -333,8 +326,8 @@ def _roll_out(decoder: Decoder, max_length: int, choose: Callable[[Tensor, Tenso
                 break
     lengths = caption_lengths(tokens, sizes.eos).view(-1, beams)
     longest = int(lengths.max())
-    scores = (log_probs.sum(-1).view(-1, beams) / lengths).float()
-    tokens, log_probs = (x[:, :longest].reshape(-1, beams, longest) for x in (tokens, log_probs))
+    scores = (chosen_log_probs.sum(-1).view(-1, beams) / lengths).float()
+    tokens, log_probs = (x[:, :longest].reshape(-1, beams, longest) for x in (tokens, chosen_log_probs))
     return Captions(tokens, log_probs.float(), lengths, scores)
 
 
@@ -345,19 +338,20 @@ def best_words(log_probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     greatest maxima are searched. On a CPU, torch.topk over all words would take twice as long, and could choose other
     words among equally probable ones.
     """
-    words = log_probs.shape[-1]
-    columns = words // COLUMN_WORDS
-    if columns < count:
+    num_words = log_probs.shape[-1]
+    num_columns = num_words // COLUMN_WORDS
+    if num_columns < count:
         return log_probs.topk(count, -1)
-    whole = columns * COLUMN_WORDS
-    column = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, columns)).amax(1).topk(count, -1).indices
-    starts = torch.arange(0, whole, columns, device=column.device)
-    offered = (column[:, :, None] + starts).flatten(1)
-    if whole < words:
-        rest = torch.arange(whole, words, device=column.device)
-        offered = torch.cat((offered, rest.expand(len(offered), -1)), 1)
-    best, index = log_probs.gather(1, offered).topk(count, -1)
-    return best, offered.gather(1, index)
+    whole = num_columns * COLUMN_WORDS  # the number of words in columns; the rest always remain candidates
+    maxima = log_probs[:, :whole].unflatten(1, (COLUMN_WORDS, num_columns)).amax(1)
+    columns = maxima.topk(count, -1).indices
+    starts = torch.arange(0, whole, num_columns, device=columns.device)
+    candidates = (columns[:, :, None] + starts).flatten(1)
+    if whole < num_words:
+        rest = torch.arange(whole, num_words, device=columns.device)
+        candidates = torch.cat((candidates, rest.expand(len(candidates), -1)), 1)
+    best, index = log_probs.gather(1, candidates).topk(count, -1)
+    return best, candidates.gather(1, index)
 
 
 @torch.no_grad()
@@ -377,19 +371,10 @@ def beam_search(
     with SOS and EOS. Captions are ranked by their sum divided by `length_divisor`, by default the number of tokens. If
     fewer captions were found than asked for, the remaining results have the score -inf.
     """
-    check_beams(beam_size, num_results)
     decoder = Decoder(models, memories, beam_size, max_length)
     results = search(decoder, start_beams(decoder, max_length, rules.decoding), max_length, rules)
     captions, _ = results.ranked(num_results, rules.length_normalization)
     return captions
-
-
-def check_beams(beam_size: int, num_results: int) -> None:
-    """Raises ValueError unless 1 <= num_results <= beam_size."""
-    if not 1 <= num_results <= beam_size:
-        raise ValueError(
-            f"num_results = {num_results} and beam_size = {beam_size}: expected 1 <= num_results <= beam_size"
-        )
 
 
 BeamsType = TypeVar("BeamsType", bound="Beams")
@@ -461,20 +446,20 @@ class Beams:
         Returns their parents, words, log-probabilities and sums, each (B, K).
         """
         num_beams = self.ended.shape[1]
-        offered = min(num_beams, self.sizes.vocabulary_size)
-        best, words = (part.view(-1, num_beams, offered) for part in best_words(log_probs, offered))
+        per_beam = min(num_beams, self.sizes.vocabulary_size)
+        best, words = (part.view(-1, num_beams, per_beam) for part in best_words(log_probs, per_beam))
         best = best.masked_fill(self.ended[:, :, None], -torch.inf)
         best[:, :, 0].masked_fill_(self.ended, 0.0)  # an ended beam is one candidate, whose sum does not change
         words = words.masked_fill(self.ended[:, :, None], self.sizes.pad).flatten(1)
         sums, chosen = (self.scores[:, :, None] + best).flatten(1).topk(num_beams, -1)
-        return chosen // offered, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums
+        return chosen // per_beam, words.gather(1, chosen), best.flatten(1).gather(1, chosen), sums
 
     def append(self, parent: Tensor, word: Tensor, log_prob: Tensor, position: int) -> None:
         """Replaces each beam by the beam `parent` with `word` at `position`. parent, word and log_prob are (B, K)."""
-        history = parent[:, :, None].expand_as(self.tokens)
-        self.tokens = self.tokens.gather(1, history)
+        index = parent[:, :, None].expand_as(self.tokens)
+        self.tokens = self.tokens.gather(1, index)
         self.tokens[:, :, position] = word
-        self.log_probs = self.log_probs.gather(1, history)
+        self.log_probs = self.log_probs.gather(1, index)
         self.log_probs[:, :, position] = log_prob
         self.ended = self.ended.gather(1, parent) | (word == self.sizes.eos)
 
@@ -496,15 +481,15 @@ class Beams:
     ) -> tuple[Captions, Tensor]:
         """Returns the `num_results` best captions per image, and their beams. excluded: beams to leave out (B, K)."""
         lengths = caption_lengths(self.tokens, self.sizes.eos)
-        ranking = self.scores / length_divisor(lengths, length_normalization)
+        scores = self.scores / length_divisor(lengths, length_normalization)
         if excluded is not None:
-            ranking = ranking.masked_fill(excluded, -torch.inf)
-        ranking, order = ranking.topk(num_results, -1)
-        lengths = lengths.gather(1, order)
-        longest = int(lengths.max())
-        history = order[:, :, None].expand(-1, -1, longest)
-        tokens, log_probs = (x[:, :, :longest].gather(1, history) for x in (self.tokens, self.log_probs))
-        return Captions(tokens, log_probs.float(), lengths, ranking.float()), order
+            scores = scores.masked_fill(excluded, -torch.inf)
+        best_scores, order = scores.topk(num_results, -1)
+        best_lengths = lengths.gather(1, order)
+        longest = int(best_lengths.max())
+        index = order[:, :, None].expand(-1, -1, longest)
+        tokens, log_probs = (x[:, :, :longest].gather(1, index) for x in (self.tokens, self.log_probs))
+        return Captions(tokens, log_probs.float(), best_lengths, best_scores.float()), order
 
 
 BEAM_TENSORS = ("tokens", "log_probs", "scores", "ended")
@@ -522,39 +507,40 @@ class GroupedBeams(Beams):
         return self.ended.shape[1] // self.num_groups
 
     def extend(self, log_probs: Tensor, position: int) -> Tensor:
-        log_probs = log_probs.unflatten(0, (-1, self.ended.shape[1]))
-        vocabulary = log_probs.shape[-1]
-        times_chosen = torch.zeros_like(log_probs[:, 0])  # (B, V): how many beams of earlier groups chose a word
-        parts = []
-        for first in range(0, self.ended.shape[1], self.group_size):
-            of_group = slice(first, first + self.group_size)
-            group = Beams(self.sizes, *(getattr(self, name)[:, of_group] for name in BEAM_TENSORS))
-            own = log_probs[:, of_group]
-            lowered = own - self.diversity * times_chosen[:, None]
-            parent, word, _, _ = group.continuations(lowered.flatten(0, 1))
-            has_ended = group.ended.gather(1, parent)
-            log_prob = own.flatten(1).gather(1, parent * vocabulary + word).masked_fill(has_ended, 0.0)
-            times_chosen.scatter_add_(1, word, (~has_ended).to(times_chosen.dtype))
-            parts.append((parent + first, word, log_prob, group.scores.gather(1, parent) + log_prob))
-        parents, words, word_log_probs, self.scores = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        by_beam = log_probs.unflatten(0, (-1, self.ended.shape[1]))  # (B, K, V)
+        times_chosen = torch.zeros_like(by_beam[:, 0])  # (B, V): how many beams of earlier groups chose a word
+        groups = [
+            self._extend_group(slice(first, first + self.group_size), by_beam, times_chosen)
+            for first in range(0, self.ended.shape[1], self.group_size)
+        ]
+        parents, words, word_log_probs, self.scores = (torch.cat(parts, 1) for parts in zip(*groups, strict=True))
         self.append(parents, words, word_log_probs, position)
         return parents
 
+    def _extend_group(self, of_group: slice, by_beam: Tensor, times_chosen: Tensor) -> tuple[Tensor, ...]:
+        """Does what `continuations` does for the beams `of_group`, and adds their words to `times_chosen`."""
+        group = Beams(self.sizes, *(getattr(self, name)[:, of_group] for name in BEAM_TENSORS))
+        log_probs = by_beam[:, of_group]
+        lowered = log_probs - self.diversity * times_chosen[:, None]
+        parent, word, _, _ = group.continuations(lowered.flatten(0, 1))  # parents are counted within the group
+        has_ended = group.ended.gather(1, parent)
+        log_prob = log_probs.flatten(1).gather(1, parent * by_beam.shape[-1] + word).masked_fill(has_ended, 0.0)
+        times_chosen.scatter_add_(1, word, (~has_ended).to(times_chosen.dtype))
+        return parent + of_group.start, word, log_prob, group.scores.gather(1, parent) + log_prob
+
 
 def start_beams(decoder: Decoder, max_length: int, decoding: Decoding) -> Beams:
-    """Returns beams of SOS only, grouped as `decoding` says. Raises ValueError if groups do not divide the beams."""
-    beams, groups = Beams.start(decoder, max_length), decoding.beam_groups
-    if groups == 1:
+    """Returns beams of SOS only, in as many equal groups as `decoding` says."""
+    beams = Beams.start(decoder, max_length)
+    if decoding.beam_groups == 1:
         return beams
-    if decoder.beams % groups:
-        raise ValueError(f"beam_groups = {groups} does not divide beam_size = {decoder.beams}")
-    return GroupedBeams(**vars(beams), num_groups=groups, diversity=decoding.diversity)
+    return GroupedBeams(**vars(beams), num_groups=decoding.beam_groups, diversity=decoding.diversity)
 
 
 def by_score(captions: Captions, length_normalization: bool | float) -> Captions:
     """Sorts the captions of each image, best first, by their sum of log-probabilities over `length_divisor`."""
     scores = captions.log_probs.sum(-1) / length_divisor(captions.lengths, length_normalization)
-    scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
-    history = order[:, :, None].expand_as(captions.tokens)
-    tokens, log_probs = (each.gather(1, history) for each in (captions.tokens, captions.log_probs))
-    return Captions(tokens, log_probs, captions.lengths.gather(1, order), scores)
+    best_scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+    index = order[:, :, None].expand_as(captions.tokens)
+    tokens, log_probs = (each.gather(1, index) for each in (captions.tokens, captions.log_probs))
+    return Captions(tokens, log_probs, captions.lengths.gather(1, order), best_scores)

@@ -90,13 +90,14 @@ class Backbone(nn.Module):
         self.add_module(self._name, network)
         if with_weights and config.weights not in ("none", "pretrained"):
             load_tensors(self, read_tensors(Path(config.weights)))
-        self._can_checkpoint = _can_checkpoint(network)
-        if config.gradient_checkpointing and not self._can_checkpoint:
-            raise ValueError(
-                f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
-                "set it to false"
-            )
-        self.set_gradient_checkpointing(config.gradient_checkpointing)
+        if config.gradient_checkpointing:
+            try:
+                network.set_grad_checkpointing()
+            except (AssertionError, AttributeError, NotImplementedError) as error:
+                raise ValueError(
+                    f"backbone.gradient_checkpointing is true, but {config.name} cannot compute activations again; "
+                    "set it to false"
+                ) from error
         set_drop_path(self, config.drop_path)
         rows, columns = layout.grid
         self.grid = (rows // config.pool, columns // config.pool)
@@ -129,21 +130,7 @@ class Backbone(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks from input to output, which are in lists that timm calls blocks, layer1, stages and the like."""
-
-        def is_list(module: nn.Module) -> bool:
-            return isinstance(module, nn.Sequential | nn.ModuleList)
-
-        def walk(module: nn.Module, inside: bool) -> Iterator[nn.Module]:
-            """Yields the blocks in a module. inside: True if the module is in a list of blocks or of stages."""
-            for name, child in module.named_children():
-                has_blocks = any(_BLOCKS.fullmatch(name) and is_list(each) for name, each in child.named_children())
-                if inside and not is_list(child) and not has_blocks:
-                    yield child
-                else:
-                    is_named = _BLOCKS.fullmatch(name) is not None
-                    yield from walk(child, is_list(child) and (inside or is_named))
-
-        return list(walk(self.network, inside=False))
+        return list(_blocks_in(self.network, in_list=False))
 
     def num_layers_above(self) -> dict[str, int]:
         """Returns, for each parameter, the number of layers between its own layer and the model's output.
@@ -162,11 +149,6 @@ class Backbone(nn.Module):
         names = (name for name, _ in self.network.named_parameters())
         return {f"{self._name}.{name}": last - layers.get(name, last) for name in names}
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Turns gradient checkpointing, which saves memory in backward passes, on or off, if the model supports it."""
-        if self._can_checkpoint:
-            self.network.set_grad_checkpointing(enabled)
-
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         for module in self.modules():
@@ -179,14 +161,34 @@ class Backbone(nn.Module):
         features: Tensor = self.network.forward_features(images)
         if layout.norm:
             features = self.network.get_submodule(layout.norm)(features)
-        tokens = features
-        if layout.form != "tokens":
-            tokens = features.flatten(1, 2) if layout.form == "rows first" else features.flatten(2).mT.contiguous()
-        tokens = tokens[:, layout.num_prefix :]
-        if pool > 1:
-            grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
-            tokens = F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
-        return tokens
+        if layout.form == "rows first":
+            features = features.flatten(1, 2)
+        elif layout.form == "channels first":
+            features = features.flatten(2).mT.contiguous()
+        tokens = features[:, layout.num_prefix :]
+        if pool == 1:
+            return tokens
+        grid = tokens.mT.unflatten(2, layout.grid)  # (B, C, rows, columns)
+        return F.avg_pool2d(grid, pool).flatten(2).mT.contiguous()
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _blocks_in(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
+    """Yields the blocks in a module. in_list: True if the module is itself a list of blocks or of stages.
+
+    The children of such a list are blocks, unless they are lists, or stages that have a list of blocks. A list counts
+    if its own name or that of a list around it is one of those for blocks.
+    """
+    for name, child in module.named_children():
+        is_stage = any(_BLOCKS.fullmatch(inner) and _is_list(each) for inner, each in child.named_children())
+        if in_list and not _is_list(child) and not is_stage:
+            yield child
+        else:
+            is_named = _BLOCKS.fullmatch(name) is not None
+            yield from _blocks_in(child, in_list=_is_list(child) and (in_list or is_named))
 
 
 def image_transform(config: BackboneConfig) -> ImageTransform:
@@ -198,16 +200,16 @@ def image_transform(config: BackboneConfig) -> ImageTransform:
     known: Any = timm.get_pretrained_cfg(config.name)
     data = timm.data.resolve_data_config({"input_size": (3, size, size)}, pretrained_cfg=known.to_dict())
     mean, std = (tuple(map(float, data[key])) for key in ("mean", "std"))
-    scaled, mode = math.floor(size / data["crop_pct"]), data["crop_mode"]
+    mode = data["crop_mode"]
     try:
         if config.transform == "squash":
             return ImageTransform(size, mean, std, data["interpolation"])
         if mode not in ("center", "squash"):
             raise ValueError(f"crop_mode is {mode}")
-        crops = mode == "center" or scaled != size
-        return ImageTransform(
-            size, mean, std, data["interpolation"], scaled if crops else None, keep_aspect=mode == "center"
-        )
+        scaled = math.floor(size / data["crop_pct"])
+        is_squashed_only = mode == "squash" and scaled == size
+        resize_to = None if is_squashed_only else scaled
+        return ImageTransform(size, mean, std, data["interpolation"], resize_to, keep_aspect=mode == "center")
     except ValueError as error:
         raise ValueError(
             f"backbone.transform is auto, and the transform of {config.name} is not supported ({error}); "
@@ -236,11 +238,11 @@ def find_layout(config: BackboneConfig) -> Layout:
     size, called = config.image_size, set[str]()
     with torch.device("meta"), torch.no_grad():
         network = _create(config, pretrained=False).eval()
-        stride = getattr(getattr(getattr(network, "patch_embed", None), "proj", None), "stride", (1,))
-        if size % max(stride):
+        patches = dict(network.named_modules()).get("patch_embed.proj")
+        stride = max(getattr(patches, "stride", (1,)))
+        if size % stride:
             raise ValueError(
-                f"backbone.image_size is {size}; for {config.name} it must be a multiple of the patches' "
-                f"{max(stride)} px"
+                f"backbone.image_size is {size}; for {config.name} it must be a multiple of the patches' {stride} px"
             )
         for name, module in network.named_modules():
             module.register_forward_hook(lambda *_, name=name: called.add(name))
@@ -253,23 +255,20 @@ def find_layout(config: BackboneConfig) -> Layout:
             ) from error
     if not isinstance(features, Tensor) or features.ndim not in (3, 4) or features.shape[0] != 1:
         raise ValueError(f"backbone.name is {config.name!r}, which gives neither a grid nor a sequence of image tokens")
-    unused = [
-        name
-        for name, module in network.named_children()
-        if _has_weights(module) and not any(each.split(".")[0] == name for each in called)
-    ]
-    norm = _final_norm(network, features, unused)
-    if "." in norm:  # the norm is in a head, whose other parts are not used
-        head, _, used = norm.partition(".")
-        parts = network.get_submodule(head).named_children()
-        unused += [f"{head}.{name}" for name, module in parts if name != used and _has_weights(module)]
-    unused = [name for name in unused if norm != name and not norm.startswith(f"{name}.")]
+    not_called = _parts_with_weights(network, except_for={name.partition(".")[0] for name in called})
+    norm = _final_norm(network, features, not_called)
+    head, _, part = norm.partition(".")
+    unused = [name for name in not_called if name != head]
+    if part:  # the norm is in a head, whose other parts are not used
+        unused += [f"{head}.{name}" for name in _parts_with_weights(network.get_submodule(head), except_for={part})]
     form, num_prefix, grid, width = _shape(config, network, features)
     return Layout(form, num_prefix, grid, width, norm, tuple(unused))
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _parts_with_weights(module: nn.Module, except_for: set[str]) -> list[str]:
+    """Returns the names of the children that have weights, without those in `except_for`."""
+    children = [(name, child) for name, child in module.named_children() if name not in except_for]
+    return [name for name, child in children if next(child.parameters(), None) is not None]
 
 
 def _shape(config: BackboneConfig, network: object, features: Tensor) -> tuple[Form, int, tuple[int, int], int]:
@@ -311,7 +310,8 @@ def _require_known(config: BackboneConfig) -> None:
         close = difflib.get_close_matches(architecture, timm.list_models(), n=5)
         hint = f"close names: {', '.join(close)}" if close else "timm.list_models() has the names"
         raise ValueError(f"backbone.name is {config.name!r}, which timm does not know; {hint}")
-    if dot and config.name not in (tags := timm.list_models(f"{architecture}.*", pretrained=True)):
+    tags = timm.list_models(f"{architecture}.*", pretrained=True) if dot else [config.name]
+    if config.name not in tags:
         raise ValueError(f"backbone.name is {config.name!r}, whose tag timm does not know; known: {', '.join(tags)}")
 
 
@@ -340,13 +340,13 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
         given["embed_dim"] = tuple(given["embed_dim"] * 2**stage for stage in range(NUM_STAGES))
     if arguments is _PLAIN:
         for key in ("depths", "num_heads"):
-            numbers = given.get(key, (1,))
-            if len(numbers) != 1:
+            if key not in given:
+                continue
+            if len(given[key]) != 1:
                 raise ValueError(
-                    f"backbone.{key} is {list(numbers)}, and {config.name} has no stages; give a list of one number"
+                    f"backbone.{key} is {list(given[key])}, and {config.name} has no stages; give a list of one number"
                 )
-            if key in given:
-                given[key] = numbers[0]
+            given[key] = given[key][0]
     return {arguments[key]: value for key, value in given.items()}
 
 
@@ -368,15 +368,6 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
         # any other error counts as a failed download, because libraries for downloads have error types of their own
         reason = " ".join(str(error).split())
         raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
-
-
-def _can_checkpoint(network: Any) -> bool:
-    """Returns True if the model can compute activations again in the backward pass."""
-    try:
-        network.set_grad_checkpointing(True)
-    except (AssertionError, AttributeError, NotImplementedError):
-        return False
-    return True
 
 
 def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -421,7 +412,7 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
     Raises ValueError for a rate above 0 if a backbone has no stochastic depth.
     """
     for backbone in (child for child in module.modules() if isinstance(child, Backbone)):
-        by_block = [slots for block in backbone.blocks if (slots := _slots(block))]
+        by_block = [slots for slots in map(_slots, backbone.blocks) if slots]
         if rate and not by_block:
             raise ValueError(f"drop_path is {rate}, and {backbone.config.name} has no stochastic depth; set it to 0")
         for index, slots in enumerate(by_block):
@@ -443,8 +434,8 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
         state = _converted(tensors, network)
     except Exception as error:  # any error, because timm's functions raise many kinds for checkpoints that do not fit
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
-    classifiers = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
-    classifiers = (classifiers,) if isinstance(classifiers, str) else classifiers
+    classifier = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
+    classifiers = (classifier,) if isinstance(classifier, str) else classifier
     ignored = tuple(f"{name}." for name in (*classifiers, *backbone.layout.unused))
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(ignored)}
     load_strictly(backbone.network, kept, what)
@@ -455,7 +446,8 @@ def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]
     for family in type(network).__mro__:
         module = sys.modules[family.__module__]
         for name in _FILTERS:
-            if callable(convert := getattr(module, name, None)):
+            convert = getattr(module, name, None)
+            if callable(convert):
                 with torch.no_grad():
                     converted: dict[str, Tensor] = convert(dict(tensors), network)
                 return converted

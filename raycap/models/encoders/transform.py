@@ -128,9 +128,9 @@ def augmented(
     by factors between 1 - `color` and 1 + `color`.
     """
     # all numbers are drawn even if they are not needed, so that no setting changes the numbers of another setting
-    area, ratio, left, top, *factors, side = np.random.default_rng(seed).random(8)
-    area = 1 - area * (1 - augmentation.min_area)
-    ratio = min(MAX_RATIO, 1 / area) ** (2 * ratio - 1)
+    for_area, for_ratio, left, top, *factors, side = np.random.default_rng(seed).random(8)
+    area = 1 - for_area * (1 - augmentation.min_area)
+    ratio = min(MAX_RATIO, 1 / area) ** (2 * for_ratio - 1)
     width = max(1, round(image.width * math.sqrt(area * ratio)))
     height = max(1, round(image.height * math.sqrt(area / ratio)))
     x, y = round(left * (image.width - width)), round(top * (image.height - height))

@@ -18,14 +18,15 @@ R points on the line that are computed at a time.
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raycap.models.base import CaptionModel, Features, Memory, evaluating, hooked, map_tensors
+from raycap.models.base import CaptionModel, Features, Memory, evaluating, map_tensors
 from raycap.models.layers import CrossAttention, split_heads
 
 STEPS = 64  # the number of points on the line
@@ -42,7 +43,7 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     cross-attention, because the model's fused attention does not return them. Raises ValueError for a model without
     cross-attention.
     """
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, CrossAttention)]
+    layers = [module for module in model.modules() if isinstance(module, CrossAttention)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no cross-attention to show")
     weights: list[Tensor] = []
@@ -59,7 +60,10 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
         rows = by_head.transpose(1, 2).reshape(*x.shape[:2], layer.num_heads, -1)
         weights.append(model.predicting(rows).movedim(2, 0))
 
-    with evaluating(model), hooked(layers, record):
+    with ExitStack() as stack:
+        stack.enter_context(evaluating(model))
+        for layer in layers:
+            stack.enter_context(layer.register_forward_pre_hook(record))
         model.decode(memory, tokens[:, :-1])
     return torch.stack(weights)
 
@@ -94,13 +98,8 @@ def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor
     """Attributes every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
     steps: the number of points on the line. Each group of ROWS points takes one forward pass, and one backward pass per
-    word, so that memory does not grow with the number of steps. Raises ValueError for other shapes.
+    word, so that memory does not grow with the number of steps.
     """
-    if features.tokens.ndim != 3 or len(features) != 1 or tokens.ndim != 1 or len(tokens) < 2:
-        raise ValueError(
-            f"features {tuple(features.tokens.shape)} and tokens {tuple(tokens.shape)}: expected one image "
-            "(1, tokens, width) and one caption of SOS and a word or more"
-        )
     # inference mode is turned off, because the caller may have turned it on, and its tensors get no gradient
     with evaluating(model), torch.inference_mode(False):
         line = _Line(model, features, tokens.clone())

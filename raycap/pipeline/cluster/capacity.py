@@ -6,6 +6,7 @@ Without this check, a request that no node can serve looks like a slow start and
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -35,19 +36,18 @@ class ClusterStatus:
     """The nodes of a cluster and the requests that wait."""
 
     nodes: Sequence[Resources]  # the total resources of each live node
-    used: float  # CPUs and GPUs in use
     pending: Sequence[Resources]  # requests that wait for resources
     num_starting: int  # nodes that the autoscaler starts now
 
     @property
     def text(self) -> str:
         """The nodes and the waiting requests, as a clause for messages."""
-        nodes = [readable(node) for node in self.nodes if node.get("CPU") or node.get("GPU")]
+        nodes = [amounts(node) for node in self.nodes if node.get("CPU") or node.get("GPU")]
         parts = [f"nodes: {counted(nodes)}" if nodes else "no node has CPUs"]
         if self.num_starting:
             parts.append(f"{self.num_starting} more starting")
         if self.pending:
-            parts.append(f"pending: {counted([readable(request) for request in self.pending])}")
+            parts.append(f"pending: {counted([amounts(request) for request in self.pending])}")
         return "; ".join(parts)
 
     def fits(self, requests: Sequence[Resources]) -> bool:
@@ -57,13 +57,17 @@ class ClusterStatus:
         """
         free = [dict(node) for node in self.nodes]
         for request in sorted(requests, key=lambda resources: -sum(resources.values())):
-            wanted = request.items()
-            node = next((node for node in free if all(node.get(name, 0) + 1e-9 >= n for name, n in wanted)), None)
+            node = next((node for node in free if _has_room(node, request)), None)
             if node is None:
                 return False
-            for name, amount in wanted:
+            for name, amount in request.items():
                 node[name] = node.get(name, 0) - amount
         return True
+
+
+def _has_room(free: Resources, request: Resources) -> bool:
+    """True if the free resources of a node suffice for a request, up to errors of rounding."""
+    return all(free.get(name, 0) + 1e-9 >= amount for name, amount in request.items())
 
 
 def cluster_status() -> ClusterStatus:
@@ -72,10 +76,9 @@ def cluster_status() -> ClusterStatus:
     from ray.autoscaler.v2.sdk import get_cluster_status
 
     status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=10)
-    demands, usage = status.resource_demands, {each.resource_name: each.used for each in status.cluster_resource_usage}
+    demands = status.resource_demands
     return ClusterStatus(
         nodes=[node.total_resources() for node in (*status.active_nodes, *status.idle_nodes)],
-        used=usage.get("CPU", 0) + usage.get("GPU", 0),
         pending=[
             by_count.bundle
             for demand in (*demands.placement_group_demand, *demands.ray_task_actor_demand)
@@ -104,13 +107,9 @@ def wait_for(
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    wanted = [{name: amount for name, amount in request.items() if amount} for request in requests]
-    clause = f"{stage} asks for {counted([readable(request) for request in wanted])}"
-    status = cluster_status()
-    if status.fits(wanted) and not status.used:
-        return
-    begin = last_message = time.monotonic()
-    group = placement_group(wanted, strategy="PACK")
+    clause, begin, last_message = asks_for(stage, requests), time.monotonic(), -math.inf
+    bundles = [{name: amount for name, amount in request.items() if amount} for request in requests]
+    group = placement_group(bundles, strategy="PACK")
     try:
         while not group.wait(POLL_S):
             status, now = cluster_status(), time.monotonic()
@@ -119,14 +118,19 @@ def wait_for(
                     f"{clause}, which the cluster did not provide within {limit_name} "
                     f"({limit_s / 60:g} min); {status.text}; {remedy}"
                 )
-            if last_message == begin or now - last_message > MESSAGE_EVERY_S:
+            if now - last_message > MESSAGE_EVERY_S:
                 logger.info(f"waiting   {clause}; {status.text}; {now - begin:.0f} s so far")
                 last_message = now
     finally:
         remove_placement_group(group)
 
 
-def readable(resources: Resources) -> str:
+def asks_for(stage: str, requests: Sequence[Resources]) -> str:
+    """A clause about the resources of a stage's processes, such as "training asks for 2 x (1 CPU)"."""
+    return f"{stage} asks for {counted([amounts(request) for request in requests])}"
+
+
+def amounts(resources: Resources) -> str:
     """The resources as a text, such as "2 CPU + 1 GPU", without memory and Ray's markers of nodes and groups."""
     others = sorted(name for name in resources if name not in ("CPU", "GPU") and not UNNAMED.search(name))
     named = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU", *others) if resources.get(name)]

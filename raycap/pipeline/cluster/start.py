@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -29,8 +29,6 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.secrets import remember_variable
 from raycap.pipeline.runtime.stopping import restoring_handlers
-
-logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 512 * 2**20  # enough, because workers read features and models from the storage
 
@@ -49,14 +47,16 @@ def start_ray(config: RunConfig, address: str | None, stage: Stage = "training")
     `workers.max_wait_minutes`. On this machine, raises UserError if training or features need more than the machine
     has. If this process starts Ray, Ray ends with the process, even if the process is killed.
     """
-    needed_cpus = max(sum(process["CPU"] for process in stage_resources(config, each)) for each in LARGEST)
+    requests = {largest: stage_resources(config, largest) for largest in LARGEST}
+    needed_cpus = max(sum(process["CPU"] for process in processes) for processes in requests.values())
     if connect(address, needed_cpus=math.ceil(needed_cpus)):
         wait_for(stage_resources(config, stage), stage, limit_s=60 * config.workers.max_wait_minutes)
         return
     import ray
 
-    for each in LARGEST:
-        require_resources(stage_resources(config, each), each, ray.cluster_resources() | {"CPU": math.inf})
+    available = ray.cluster_resources() | {"CPU": math.inf}  # CPUs suffice, because `connect` got their number
+    for largest, processes in requests.items():
+        require_resources(processes, largest, available)
 
 
 def start_extraction(config: RunConfig, address: str | None) -> StallWatch:
@@ -72,7 +72,8 @@ def require_resources(requests: Sequence[Resources], stage: str, available: Reso
     """
     names = dict.fromkeys(name for request in requests for name in request)
     for name in names:
-        total, most = sum(request.get(name, 0) for request in requests), available.get(name, 0)
+        total = sum(request.get(name, 0) for request in requests)
+        most = available.get(name, 0)
         if total > most:
             raise UserError(
                 f"{stage} asks for {total:g} {shown(name)} in all, and a Ray on this machine has at most {most:g}; "
@@ -132,25 +133,11 @@ def stage_resources(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     return [workers.resources_of_worker] * count
 
 
-def _require_answer(address: str) -> None:
-    """Raises JobFailedError if nothing listens at HOST:PORT. Without this check, Ray would try for many minutes."""
-    host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
-    if not host:  # the address is "auto", so Ray looks for the cluster itself
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
-    except (OSError, OverflowError) as error:
-        raise JobFailedError(
-            f"no Ray cluster can be joined at {address}: nothing answers ({one_line(error)}); check --address or "
-            "RAY_ADDRESS"
-        ) from error
-
-
-def connect(address: str | None, needed_cpus: int = 2) -> bool:
+def connect(address: str | None, needed_cpus: int = 0) -> bool:
     """Joins the Ray cluster at `address` (or RAY_ADDRESS) and returns True, or starts Ray here and returns False.
 
     If this process already uses Ray, only returns the answer. Ray on this machine gets a CPU for each core, but at
-    least `needed_cpus`. Raises JobFailedError if the cluster cannot be joined.
+    least 2 and `needed_cpus`. Raises JobFailedError if the cluster cannot be joined.
     """
     # With these settings Ray sends no usage reports and no state of Ray Train, and does not change CUDA_VISIBLE_DEVICES
     # for tasks without GPUs.
@@ -159,32 +146,36 @@ def connect(address: str | None, needed_cpus: int = 2) -> bool:
     check_address(address)
     import ray
 
-    address = cluster_address(address)
-    if ray.is_initialized():
-        return bool(address)
-    with restoring_handlers():
-        if address:
-            _require_answer(address)
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-                reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
-                raise JobFailedError(
-                    f"no Ray cluster can be joined at {address}: {reason}; check --address or RAY_ADDRESS"
-                ) from error
-        else:
-            _start_local_ray(
-                num_cpus=max(os.cpu_count() or 1, needed_cpus, 2),
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-    place = f"joined {address}" if address else "started on this machine"
-    logger.debug(f"ray       {place}: {ray.cluster_resources()}")
-    return bool(address)
+    cluster = cluster_address(address)
+    if not ray.is_initialized():
+        with restoring_handlers():
+            if cluster:
+                _join(cluster)
+            else:
+                _start_local_ray(max(os.cpu_count() or 1, needed_cpus, 2))
+    return bool(cluster)
 
 
-def _start_local_ray(**options: Any) -> None:
+def _join(address: str) -> None:
+    """Joins the Ray cluster at an address. Raises JobFailedError if nothing answers there or Ray refuses."""
+    import ray
+
+    host, _, port = address.removeprefix("ray://").partition("/")[0].rpartition(":")
+    remedy = "check --address or RAY_ADDRESS"
+    if host:  # otherwise the address is "auto", so Ray looks for the cluster itself
+        try:  # without this attempt, Ray would try for many minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_WAIT_S).close()
+        except (OSError, OverflowError) as error:
+            reason = f"nothing answers ({one_line(error)})"
+            raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; {remedy}") from error
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
+        raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; {remedy}") from error
+
+
+def _start_local_ray(num_cpus: int) -> None:
     """Starts Ray here, for this user alone. Raises UserError if another user owns the folder for its files."""
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # children inherit the token, so no file needs it
@@ -193,7 +184,14 @@ def _start_local_ray(**options: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import ray
 
-    ray.init(include_dashboard=False, _temp_dir=str(private_folder() / "ray"), **options)
+    ray.init(
+        num_cpus=num_cpus,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(private_folder() / "ray"),
+    )
     atexit.register(_shut_down)  # runs before Ray's own shutdown, because `ray` registered that earlier
 
 

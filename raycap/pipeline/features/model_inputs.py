@@ -105,7 +105,6 @@ class Images:
         """
         self.table, self.cache, self.views = dataset.table, cache, views
         self.image_ids = dataset.table["image_id"].to_numpy()
-        self.as_stored = False  # True: image files give the views that a store would have, and no new views
         self.max_pixels, self.options = max_pixels, options
         self.store = source if isinstance(source, FeatureStore) else None
         self.transform = source if isinstance(source, ImageTransform) else None
@@ -149,26 +148,21 @@ class Images:
         augmentation = Augmentation() if self.views is None else self.views.augmentation
         if self.views is None:
             seed = None
-        elif self.as_stored and seed is not None:
+        elif self.views.as_stored and seed is not None:
             seed = seed_of_key(f"{key}{self.views.suffixes[seed % self.views.count]}")
         decoded = decode_image(data, self.max_pixels)
         return torch.from_numpy(pixels_of(decoded, self.transform, augmentation, seed).copy())
 
 
-def model_inputs(
-    config: RunConfig, part: Dataset, store: FeatureStore | None, views: Views | None = None, *, as_stored: bool = False
-) -> Images:
+def model_inputs(config: RunConfig, part: Dataset, store: FeatureStore | None, views: Views | None = None) -> Images:
     """The model inputs of some images of a run: stored features, or pixels if `store` is None.
 
-    views: of training images. If it is None, the images are not augmented. as_stored: whether pixels are those of the
-    views that a store would have, instead of new views.
+    views: of training images. If it is None, the images are not augmented.
     """
     source = image_transform(config.backbone) if store is None else store
     options, threads = config.storage.options, config.workers.num_decode_threads
     cache = image_cache(config.features.cache_bytes)
-    images = Images(part, source, config.data.max_pixels, threads, options, cache, views)
-    images.as_stored = as_stored
-    return images
+    return Images(part, source, config.data.max_pixels, threads, options, cache, views)
 
 
 def on_device(

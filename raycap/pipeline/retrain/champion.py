@@ -2,7 +2,7 @@
 
     retrain/NAME/champion.json          the champion, its predecessors, the last decision, the last listing of the data
                  lease.json             the lease, whose holder alone may write (`pipeline.storage.lease`)
-                 decisions/NUMBER-tTOKEN.json, .html   one record and one page per decision
+                 decisions/NUMBER-tTOKEN.json          the record of a decision
                  snapshots/tTOKEN.parquet              listing of the data folder (`list_data`)
                  held-out/tTOKEN.parquet               the fixed held-out split (`find_held_out`)
     models/NAME/champion-tTOKEN/        an immutable copy of a champion's bundle
@@ -201,10 +201,6 @@ class ChampionStore:
             (self.storage / target / name).write_bytes(data)
         return record.model_copy(update={"bundle": target})
 
-    def decision(self, name: str) -> Decision:
-        """Reads the decision in the file `name`."""
-        return Decision.model_validate_json((self.folder / name).read_bytes())
-
     def orphans(self, state: ChampionState) -> dict[StoragePath, int]:
         """{file: token} of files that belong to no decision, by their tokens. Lists two folders of the storage."""
         folders = (self.folder, self.storage / f"models/{self.name}")
@@ -300,25 +296,32 @@ def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> He
     """
     name, current, data = held_out_split(config), dataset.readable(), config.data
     if file is None:
-        chosen = current.split(name)
-        if len(chosen) < 2:
-            raise UserError(
-                f"retrain.split = {name} has {len(chosen)} images; CIDEr-D needs two documents or more, better hundreds"
-            )
-        file = to_bytes(chosen.table.select(SCHEMA.names))
+        file = _choose_held_out(current, name)
     fixed = from_bytes(file, SCHEMA, "the held-out split")
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
     part = Dataset(fixed.set_column(SCHEMA.get_field_index("uri"), "uri", uris).filter(pc.is_valid(rows)))
-    gone = f"{rows.null_count} of the {fixed.num_rows} images of the fixed held-out split are gone"
-    remedy = f"or start over without {config.storage_place}/retrain/{config.name}"
-    if len(part) < 2:
-        raise UserError(f"{gone} from the data; restore them, {remedy}")
-    training = current.split(*({*data.train_splits, data.val_split} - {name}))
-    if leaked := _count(pc.is_in(fixed["key"], value_set=pc.unique(training.table["key"]))):
-        raise UserError(
-            f"{leaked} images of the fixed held-out split are now in training or validation; take them out, {remedy}"
-        )
+    start_over = f"start over without {config.storage_place}/retrain/{config.name}"
     if rows.null_count:
-        logger.warning(f"{gone} and are not compared")
+        gone = f"{rows.null_count} of the {fixed.num_rows} images of the fixed held-out split"
+        logger.warning(f"{gone} are gone from the data, so they are not compared")
+    if len(part) < 2:
+        raise UserError(f"fewer than two images of the fixed held-out split are left; restore them, or {start_over}")
+    other_splits = {*data.train_splits, data.val_split} - {name}
+    other_keys = pc.unique(current.split(*other_splits).table["key"])
+    if num_leaked := _count(pc.is_in(fixed["key"], value_set=other_keys)):
+        raise UserError(
+            f"{num_leaked} images of the fixed held-out split are now in training or validation; "
+            f"take them out, or {start_over}"
+        )
     return HeldOut(file, part)
+
+
+def _choose_held_out(images: Dataset, name: str) -> bytes:
+    """The Parquet file of the images in the split `name`. Raises UserError if they are fewer than two."""
+    chosen = images.split(name)
+    if len(chosen) < 2:
+        raise UserError(
+            f"retrain.split = {name} has {len(chosen)} images; CIDEr-D needs two documents or more, better hundreds"
+        )
+    return to_bytes(chosen.table.select(SCHEMA.names))

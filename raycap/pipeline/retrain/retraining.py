@@ -8,8 +8,8 @@ that has lost the lease cannot write when it continues.
 The data folder is listed once, in the second step, and the later steps use this listing. Files that are added later are
 new data for the next call.
 
-Each decision has an HTML page. In the tracker, the registered model has the alias `champion` at the champion's version.
-Every call sets the alias, so that a call after an outage corrects it.
+In the tracker, the registered model has the alias `champion` at the champion's version. Every call sets the alias, so
+that a call after an outage corrects it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from raycap.pipeline.data.reading import data_root
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, paired_difference
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
-from raycap.pipeline.evaluation.reports.report import report_images
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.retrain.champion import (
     LEASE,
@@ -52,7 +50,6 @@ from raycap.pipeline.retrain.champion import (
     with_keys,
 )
 from raycap.pipeline.runs.check import check_data
-from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.lease import Lease, LeaseRecord, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath, try_rights
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
@@ -152,12 +149,19 @@ class Retraining:
     def execute(self, work: Work) -> int:
         """Performs steps 2 to 5 of a retraining. Returns the exit code."""
         try:
-            data = self._new_data()
-            if isinstance(data, int):
-                return data
-            fixed = self.state.held_out
-            file = (self.store.folder / fixed).read_bytes() if fixed else None
-            held = find_held_out(file, data.found[0], self.config)
+            root, before = data_root(self.config), self._last_listing()
+            listing = list_data(self.config, root)
+            change = compare(listing, before)
+            logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
+            if before is not None and not change.added and not change.changed:
+                return self._nothing_new(change)
+            data = self._read_data(root, listing, before, change)
+            if data is None:
+                logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
+                return 1
+            if not data.record.new_images and data.record.fingerprint == self.state.fingerprint:
+                return self._nothing_new(change)
+            held = self._held_out(data)
         except UserError as error:
             if self.state.snapshot is None:
                 raise
@@ -173,37 +177,37 @@ class Retraining:
         logger.info("step 5/5  decision")
         return self._decide(data, held, trained.bundle, challenger, scores)
 
-    def _new_data(self) -> NewData | int:
-        """Finds and checks the present data, and compares it with the data of the last decision.
+    def _last_listing(self) -> pa.Table | None:
+        """The listing of the data at the last decision, or None if nothing was decided yet."""
+        name = self.state.snapshot
+        return None if name is None else from_bytes((self.store.folder / name).read_bytes(), LISTING, name)
 
-        If nothing is new or the data has errors, returns the exit code instead, because the retraining ends.
-        """
-        config, root, stored = self.config, data_root(self.config), self.state.snapshot
-        listing, before = list_data(config, root), None
-        if stored is not None:
-            before = from_bytes((self.store.folder / stored).read_bytes(), LISTING, stored)
-        change = compare(listing, before)
-        logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
-        if before is not None and not change.added and not change.changed:
-            return self._nothing_new(change)
+    def _read_data(self, root: str, listing: pa.Table, before: pa.Table | None, change: Change) -> NewData | None:
+        """Reads and checks the listed data. If the data has errors, logs the first of them and returns None."""
+        config = self.config
         # Images in the previous listing need no check, because the retraining that wrote the listing checked them.
         known = None if before is None else before["key"].drop_null()
         findings = check_data(config, known, listing.select(ENTRIES.names))
         errors = [finding for finding in findings.findings if finding.kind == "error"]
         for finding in errors[:MAX_FINDINGS_SHOWN]:
             logger.info(f"bad data  {finding.text}")
-        if not findings.ok or findings.data is None:
-            logger.info("the new data cannot be trained on (`raycap check` lists all errors); nothing was changed")
-            return 1
+        if errors or findings.data is None:
+            return None
         dataset, unreadable = findings.data
         dataset = dataset.with_words(config.data.tokenizer)
         usable = dataset.readable()
-        num_new, fingerprint = new_keys(usable, before), usable.fingerprint()
+        num_new = new_keys(usable, before)
         logger.info(f"          {num_new} images are new; they and their captions passed the check")
-        if not num_new and fingerprint == self.state.fingerprint:
-            return self._nothing_new(change)
-        record = DataRecord(root=root, files=change, new_images=num_new, images=len(usable), fingerprint=fingerprint)
+        record = DataRecord(
+            root=root, files=change, new_images=num_new, images=len(usable), fingerprint=usable.fingerprint()
+        )
         return NewData((dataset, unreadable), with_keys(listing, usable), record)
+
+    def _held_out(self, data: NewData) -> HeldOut:
+        """The fixed held-out split, or at the first retraining the split that this retraining fixes."""
+        name = self.state.held_out
+        file = None if name is None else (self.store.folder / name).read_bytes()
+        return find_held_out(file, data.found[0], self.config)
 
     def _nothing_new(self, change: Change) -> int:
         """Logs that no data is new, and returns 0. Sets the tracker's alias, in case an outage prevented it before."""
@@ -270,12 +274,7 @@ class Retraining:
             "fingerprint": data.record.fingerprint,
             "held_out": split,
         }
-
-        def images() -> list[ReportImage]:
-            options = self.config.storage.options
-            return report_images(scores.challenger, held.part, options, scores.champion, "champion")
-
-        return self._commit(decision, after, images)
+        return self._commit(decision, after)
 
     def _verdict(self, scores: Scores) -> tuple[Verdict, str]:
         """The verdict and its reason in one sentence."""
@@ -291,15 +290,14 @@ class Retraining:
             return "promoted", f"{numbers} is above the margin {required.margin:g}"
         return "kept", f"{numbers} is not above the margin {required.margin:g}; the champion stays"
 
-    def _commit(self, fields: Values, changes: Values, images: Callable[[], list[ReportImage]] = list) -> int:
-        """Writes the files of a decision, and then champion.json. Returns the exit code.
+    def _commit(self, fields: Values, changes: Values) -> int:
+        """Writes the record of a decision, and then champion.json. Returns the exit code.
 
         fields: fields of `Decision` besides those that are set here. changes: the fields of champion.json that change.
-        images: makes the images of the decision's page. If `images` fails, the page is not written.
         """
         config, state, token, number = self.config, self.state, self.lease.token, self.state.number + 1
-        name = f"decisions/{number:06d}-t{token:06d}"
-        after = state.model_copy(update=changes | {"number": number, "decision": f"{name}.json", "decided": token})
+        file = f"decisions/{number:06d}-t{token:06d}.json"
+        after = state.model_copy(update=changes | {"number": number, "decision": file, "decided": token})
         common = {
             "name": config.name,
             "number": number,
@@ -311,17 +309,12 @@ class Retraining:
             "previous": state.decision,
         }
         decision = Decision.model_validate(common | fields)
-        content = decision.model_dump_json(exclude_unset=True, indent=1).encode()
-        self.store.write_file(f"{name}.json", content, self.lease)
-        decorations = Decorations()
-        with decorations.making("the decision's page"):
-            self.store.write_file(f"{name}.html", decision_page(config, decision, images()).encode(), self.lease)
+        self.store.write_file(file, decision.model_dump_json(exclude_unset=True, indent=1).encode(), self.lease)
         self.store.commit(after, self.lease)
         logger.info(f"decision  {decision.decision}: {decision.reason}")
         update_tracker(config, after)
         logger.info(f"champion  {config.storage_place / decision.champion.bundle}")
-        logger.info(f"record    {self.store.folder / name}.json{'' if decorations.failed else ', .html'}")
-        decorations.log_failed("the decision is complete without it")
+        logger.info(f"record    {self.store.folder / file}")
         return 0
 
     def roll_back(self) -> int:
@@ -338,33 +331,6 @@ class Retraining:
 
 def _cider(scores: SplitScores) -> float:
     return float(scores.values["CIDEr-D"] or 0)
-
-
-def decision_page(config: RunConfig, decision: Decision, images: list[ReportImage]) -> str:
-    """The HTML page of a decision: its reason, and the scores and captions of both models on the held-out images."""
-    rows = [(name, [f"{score:.4f}"]) for name, score in decision.scores.items()]
-    if decision.difference is not None:
-        rows.append(("difference\npaired bootstrap", [str(decision.difference)]))
-    facts = {"champion": decision.champion.bundle}
-    for name, value in decision.model_dump().items():
-        if isinstance(value, str | int) and name != "reason":
-            facts[name.replace("_", " ")] = str(value)
-    if (data := decision.data) is not None:
-        facts["data"] = f"{data.images} images, {data.new_images} of them new; files: {data.files}"
-    search = f"Beam {config.evaluation.beam_size}, at most {config.evaluation.max_length} tokens"
-    return report_html(
-        Report(
-            title=f"{config.name}: {decision.decision}",
-            run_id=f"decision {decision.number} of {decision.time}",
-            protocol=f"{decision.reason}. {search}",
-            score_columns=["CIDEr-D"],
-            score_rows=rows,
-            stages=[],
-            images=images,
-            metadata=facts,
-            language=config.data.language,
-        )
-    )
 
 
 def update_tracker(config: RunConfig, state: ChampionState) -> None:

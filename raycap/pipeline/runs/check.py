@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
@@ -66,11 +64,7 @@ class Findings:
         return not any(finding.kind == "error" for finding in self.findings)
 
 
-def check_data(
-    config: RunConfig,
-    checked_keys: pa.Array | None = None,
-    listing: pa.Table | None = None,
-) -> Findings:
+def check_data(config: RunConfig, checked_keys: pa.Array | None = None, listing: pa.Table | None = None) -> Findings:
     """Checks a data set and returns the findings. Raises UserError if it cannot be read at all or lacks a split.
 
     Threads of this process decode every image once. If the run reads region features, the check only looks up whether
@@ -80,11 +74,12 @@ def check_data(
     `data.max_bad_fraction` limits the unusable images among the others. listing: see `take_snapshot`.
     """
     result = Findings()
-    dataset, problems = read_annotations(config.data, data_root(config), config.storage.options)
-    require_splits(dataset, config.data)
-    result.statistics["splits"] = dict(sorted(dataset.split_sizes().items()))
-    logger.info(f"reading {len(dataset)} images")
-    dataset, missing = result.data = snapshot_of(dataset, config, listing=listing)
+    annotated, problems = read_annotations(config.data, data_root(config), config.storage.options)
+    require_splits(annotated, config.data)
+    result.statistics["splits"] = dict(sorted(annotated.split_sizes().items()))
+    logger.info(f"reading {len(annotated)} images")
+    dataset, missing = snapshot_of(annotated, config, listing=listing)
+    result.data = dataset, missing
     unchecked = dataset
     if checked_keys is not None:
         unchecked = dataset.where(pc.invert(pc.is_in(dataset.table["key"], value_set=checked_keys.drop_null())))
@@ -106,20 +101,17 @@ def check_data(
 
 def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tokenizer: str) -> None:
     """Checks the text and the number of captions. problems: one sentence for each caption that is not text."""
-    # Lists of image URIs: `empty`, `long` and `strange` have one URI per caption, the others one per image.
-    empty, long, repeated, strange, wordless = [], [], [], [], []
+    # Lists of image URIs: `empty` and `long` have one URI per caption, `wordless` has one per image.
+    empty, long, wordless = [], [], []
     counts: dict[str, Counter[int]] = defaultdict(Counter)
-    chunks = (map(pa.ChunkedArray.to_pylist, chunk.columns) for chunk in dataset.chunks("uri", "split", "captions"))
-    for uri, split, captions in itertools.chain.from_iterable(zip(*columns, strict=True) for columns in chunks):
-        words = [caption_words(tokenizer, caption) for caption in captions]
-        counts[split][len(captions)] += 1
-        empty += [uri for tokens in words if not tokens]
-        long += [uri for tokens in words if len(tokens) > MAX_WORDS]
-        strange += [uri for caption in captions if caption.strip() and not _is_text(caption)]
-        if len({" ".join(tokens) for tokens in words}) < len(words):
-            repeated.append(uri)
-        if not any(words):
-            wordless.append(uri)
+    for chunk in dataset.chunks("uri", "split", "captions"):
+        for uri, split, captions in zip(*(column.to_pylist() for column in chunk.columns), strict=True):
+            words = [caption_words(tokenizer, caption) for caption in captions]
+            counts[split][len(captions)] += 1
+            empty += [uri for tokens in words if not tokens]
+            long += [uri for tokens in words if len(tokens) > MAX_WORDS]
+            if not any(words):
+                wordless.append(uri)
     per_image = {split: dict(sorted(counter.items())) for split, counter in sorted(counts.items())}
     result.statistics["captions"] = sum(count * images for each in counts.values() for count, images in each.items())
     result.statistics["captions_per_image"] = per_image
@@ -127,15 +119,12 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
         result.error(f"{len(problems)} captions are not text: {problems[0]}")
     if wordless:
         result.error(f"{len(wordless)} images have no caption with a word in it: {_examples(wordless)}")
-    for uris, problem in (
-        (strange, "captions contain control or replacement characters"),
-        (empty, "captions are empty and would be left out"),
-        (long, f"captions have more than {MAX_WORDS} words"),
-        (repeated, "images repeat one of their own captions"),
-    ):
-        if uris:
-            result.warn(f"{len(uris)} {problem}: {_examples(uris)}")
-    if single_caption_splits := [split for split, counter in counts.items() if max(counter) == 1]:
+    if empty:
+        result.warn(f"{len(empty)} captions are empty and would be left out: {_examples(empty)}")
+    if long:
+        result.warn(f"{len(long)} captions have more than {MAX_WORDS} words: {_examples(long)}")
+    single_caption_splits = [split for split, counter in counts.items() if max(counter) == 1]
+    if single_caption_splits:
         splits = ", ".join(single_caption_splits)
         result.warn(f"one caption per image in {splits}: CIDEr-D is reliable only with several")
 
@@ -167,17 +156,10 @@ def _check_unknown(result: Findings, validation: Dataset, vocabulary: Vocabulary
         )
 
 
-def _is_text(caption: str) -> bool:
-    """False if a caption has characters that a wrong encoding leaves. Newlines and tabs are allowed."""
-    characters = set(caption) - set("\n\r\t")
-    # Unicode's categories of control, unassigned, private and surrogate characters are Cc, Cn, Co and Cs.
-    return "\ufffd" not in characters and not {"Cc", "Cn", "Co", "Cs"} & set(map(unicodedata.category, characters))
-
-
 def _decode_all(dataset: Dataset, config: RunConfig) -> dict[str, str]:
     """Decodes every image, files of equal content once. Returns {content key: reason} of images that fail."""
-    images = dataset.readable().table.select(["key", "uri"])
-    images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
+    files = dataset.readable().table.select(["key", "uri"])
+    images = files.take(pc.index_in(pc.unique(files["key"]), value_set=files["key"]))
     num_threads = max(2, os.cpu_count() or 1)  # threads decode in parallel, because Pillow releases the GIL
     reasons: dict[str, str] = {}
     with progress("decoding", len(images)) as advance:
@@ -202,17 +184,19 @@ def _check_images(
     images = zip(chosen.column("uri"), chosen.column("key"), strict=True)
     unreadable = [(uri, failed[key]) for uri, key in images] + list(missing.items())
     result.statistics["unreadable"] = dict(unreadable)
-    text = f"{len(unreadable)} of {len(dataset)} images cannot be used"
-    examples = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
+    count = f"{len(unreadable)} of {len(dataset)} images cannot be used"
+    reasons = "; ".join(f"{shown(uri)}: {reason}" for uri, reason in unreadable[:MAX_EXAMPLES])
     if len(unreadable) > config.data.max_bad_fraction * len(dataset):
-        result.error(f"{text}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {examples}")
+        result.error(f"{count}, more than data.max_bad_fraction = {config.data.max_bad_fraction}: {reasons}")
     elif unreadable:
-        result.warn(f"{text} and would be left out: {examples}")
-    uris = chosen.split(*config.data.train_splits).column("uri")
+        result.warn(f"{count} and would be left out: {reasons}")
+    uris = [shown(uri) for uri in chosen.split(*config.data.train_splits).column("uri")]
     if uris and config.features.store == "never":
-        text = f"{len(uris)} training {'image' if len(uris) == 1 else 'images'} cannot be decoded, and "
-        examples = _examples([shown(uri) for uri in uris])
-        result.error(f"{text}with features.store = never no extraction leaves them out: {examples}")
+        noun = "training image" if len(uris) == 1 else "training images"
+        result.error(
+            f"{len(uris)} {noun} cannot be decoded, and with features.store = never no extraction leaves them out: "
+            f"{_examples(uris)}"
+        )
 
 
 def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> None:
@@ -229,14 +213,14 @@ def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> 
         copies_by_key[key].append((split, uri))
     train = set(config.data.train_splits)
     held_out = {config.data.val_split, *config.data.test_splits} - train
-    taught = train - set(config.data.rewarded_splits)
+    unrewarded = train - set(config.data.rewarded_splits)
     leaks, other_duplicates = [], 0
     for images in copies_by_key.values():
         splits = {split for split, _ in images}
         if splits & train and splits & held_out:
             leaks.append(" = ".join(f"{shown(uri)} ({shown(split)})" for split, uri in images[:2]))
         else:
-            other_duplicates += max(0, sum(split not in taught for split, _ in images) - 1)
+            other_duplicates += max(0, sum(split not in unrewarded for split, _ in images) - 1)
     result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": other_duplicates}
     if leaks:
         result.error(f"{len(leaks)} images are in training and in a held-out split: {_examples(leaks)}")

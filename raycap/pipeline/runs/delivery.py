@@ -88,8 +88,10 @@ def stored_captions(
     name and returns None. images: the data set of each split. digests: of the bundle, as scores.json records them.
     """
     path = folder.path / "scores.json"
+    if not path.is_file():
+        return None
     try:
-        content = read_json(path) if path.is_file() else {}
+        content = read_json(path)
         if content.get("digests") != digests:
             return None
         found = {}
@@ -97,15 +99,17 @@ def stored_captions(
             captions = read_captions(folder.path / "predictions" / N_BEST.format(split))
             reasons = content["splits"][split]["unreadable"]
             captions |= {int(image): ImageCaption(error=str(reason)) for image, reason in reasons.items()}
-            order = part.column("image_id")
-            if captions.keys() != set(order):
+            image_ids = part.column("image_id")
+            if captions.keys() != set(image_ids):
                 return None
-            found[split] = {image: captions[image] for image in order}
+            found[split] = {image: captions[image] for image in image_ids}
         return found
-    except (DamagedError, UserError, OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = error if isinstance(error, DamagedError | UserError) else f"{path} or its captions are damaged"
-        logger.warning(f"damaged   {str(reason).partition(';')[0]}; the images are captioned again")
-        return None
+    except (DamagedError, UserError) as error:
+        damage = str(error).partition(";")[0]
+    except (OSError, KeyError, TypeError, AttributeError, ValueError):
+        damage = f"{path} or its captions are damaged"
+    logger.warning(f"damaged   {damage}; the images are captioned again")
+    return None
 
 
 def validation_by_stage(folder: RunFolder) -> dict[str, float]:
@@ -116,7 +120,8 @@ def validation_by_stage(folder: RunFolder) -> dict[str, float]:
         path = folder.stage(stage.name) / "predictions-val.json"
         if path.is_file():
             scores = caption_scores(read_predictions(path), part, ("CIDEr-D",), config)
-            if scores is not None and (value := scores.values["CIDEr-D"]) is not None:
+            value = None if scores is None else scores.values["CIDEr-D"]
+            if value is not None:
                 values[stage.name] = value
     return values
 
@@ -145,12 +150,12 @@ def run_page(page: Report, folder: RunFolder, by_stage: Mapping[str, float], dur
 
 def _report_stage(folder: RunFolder, name: str, validation: Mapping[str, float]) -> ReportStage:
     """The curves and the results of one stage for the report. validation: CIDEr-D by stage name."""
+    curves: dict[str, list[tuple[int, float]]] = {}
     entries = [entry for entry in read_journal(folder.journal) if entry["stage"] == name]
-    curves = {
-        label: [(entry["step"], entry[key]) for entry in entries if entry["kind"] == kind and key in entry]
-        for (kind, key), label in CURVE_LABELS.items()
-    }
-    curves = {label: points for label, points in curves.items() if points}
+    for (kind, key), label in CURVE_LABELS.items():
+        points = [(entry["step"], entry[key]) for entry in entries if entry["kind"] == kind and key in entry]
+        if points:
+            curves[label] = points
     result = folder.result(name)
     summary = {} if result is None else {"steps": str(result.steps), "best at step": str(result.best_step)}
     if name in validation:

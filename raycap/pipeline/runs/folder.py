@@ -13,6 +13,7 @@ runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json i
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -114,7 +115,8 @@ class RunMetadata:
         Raises DamagedError if the values are malformed, and UserError if they have another RESULTS_VERSION.
         """
         try:
-            if (found := values.get("results_version")) == RESULTS_VERSION:
+            found = values.get("results_version")
+            if found == RESULTS_VERSION:
                 return METADATA.validate_python(values)
         except (TypeError, AttributeError, ValueError) as error:
             raise DamagedError(f"{name} is damaged: {one_line(error)}") from error
@@ -164,11 +166,10 @@ class RunFolder:
         the right content is not written.
         """
         written = self.written or self.config
-        decided = {
-            section: {key: getattr(getattr(self.config, section), key)}
-            for section, key in DECIDED
-            if getattr(getattr(written, section), key) == "auto"
-        }
+        decided = {}
+        for section, key in DECIDED:
+            if getattr(getattr(written, section), key) == "auto":
+                decided[section] = {key: getattr(getattr(self.config, section), key)}
         for name, text in ((DECISIONS, json.dumps(decided)), ("config.yaml", dump_config(written))):
             path = self.path / name
             if not path.is_file() or path.read_bytes() != text.encode():
@@ -230,13 +231,17 @@ class RunFolder:
 
     @cached_property
     def dataset(self) -> Dataset:
-        with self._reading(self.path / "data.arrow"):
+        with self._reading_needed(self.path / "data.arrow"):
             return Dataset.load(self.path / "data.arrow")
 
     def training_images(self, stage: StageSection) -> Dataset:
-        """The images that a stage trains on. SCST leaves out the images of sources with `rewarded: false`."""
+        """The images that a stage trains on."""
+        return self.dataset.split(*self.training_splits(stage))
+
+    def training_splits(self, stage: StageSection) -> tuple[str, ...]:
+        """The splits that a stage trains on. SCST leaves out the sources with `rewarded: false`."""
         data = self.config.data
-        return self.dataset.split(*(data.rewarded_splits if stage.objective == "scst" else data.train_splits))
+        return tuple(data.rewarded_splits if stage.objective == "scst" else data.train_splits)
 
     def num_samples(self, stage: StageSection) -> int:
         """The number of samples per epoch of a stage. A sample is an (image, caption) pair or an image."""
@@ -245,12 +250,12 @@ class RunFolder:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        with self._reading(self.path / "vocabulary.json"):
+        with self._reading_needed(self.path / "vocabulary.json"):
             return Vocabulary.load(self.path / "vocabulary.json")
 
     @cached_property
     def metadata(self) -> RunMetadata:
-        with self._reading(self.path / "run.json"):
+        with self._reading_needed(self.path / "run.json"):
             return RunMetadata.parse(read_json(self.path / "run.json"), str(self.path / "run.json"))
 
     @property
@@ -261,11 +266,12 @@ class RunFolder:
             return None
         with _reading(path, "remove it, and `raycap run` scores the captions again"):
             values = dict(read_json(path))
-            if missing := sorted({"table", "tracked", "scores", "durations"} - values.keys()):
+            missing = sorted({"table", "tracked", "scores", "durations"} - values.keys())
+            if missing:
                 raise ValueError(f"it has no {', '.join(missing)}")
             return values
 
-    def _reading(self, path: Path) -> AbstractContextManager[None]:
+    def _reading_needed(self, path: Path) -> AbstractContextManager[None]:
         """Raises DamagedError, with a remedy, if a file that the run needs cannot be read in the context."""
         return _reading(path, f"restore it from a copy, or remove {self.path} to start the run over")
 
@@ -313,12 +319,14 @@ class RunFolder:
         Of the kept stages, `deliver: last` chooses the last, and `deliver: best` the stage with the highest validation
         CIDEr-D. If two stages have the same score, the later stage is chosen.
         """
-        kept = [(stage, result) for stage in self.config.stages if (result := self.result(stage.name)) and result.kept]
-        if not kept:
-            return None
-        if self.config.deliver == "last":
-            return kept[-1][0]
-        return max(reversed(kept), key=lambda item: item[1].best_score)[0]
+        delivered, best_score = None, -math.inf
+        for stage in self.config.stages:
+            result = self.result(stage.name)
+            if result is None or not result.kept:
+                continue
+            if self.config.deliver == "last" or result.best_score >= best_score:
+                delivered, best_score = stage, result.best_score
+        return delivered
 
     def delivered_weights(self, part: str) -> Path:
         """The file with the delivered weights of `part` (model or backbone). Raises DamagedError if it is missing."""
@@ -349,7 +357,8 @@ class RunFolder:
         """
         for earlier in reversed(self.before(stage)):
             result = self.result(earlier.name)
-            if result is not None and result.kept and (weights := self._best_weights(earlier, result, part)):
+            weights = self._best_weights(earlier, result, part) if result is not None and result.kept else None
+            if weights is not None:
                 return weights
         return self._initial_weights(part)
 
@@ -359,17 +368,18 @@ class RunFolder:
         Raises DamagedError if a file with best weights is missing.
         """
         folder = self.stage(stage.name)
-        best = folder / f"best-{result.best_step}"
-        for trained in ("model", part) if stage.train_backbone else ("model",):
-            if not (file := best / f"{trained}.safetensors").is_file():
+        required = ("model", part) if stage.train_backbone else ("model",)
+        files = {name: folder / f"best-{result.best_step}" / f"{name}.safetensors" for name in (*required, part)}
+        for name in required:
+            if not files[name].is_file():
                 remedy = f"restore it from a copy, or remove {folder}, and the same command repeats stage {stage.name}"
-                raise DamagedError(f"{file} is missing; {remedy}")
-        return path if (path := best / f"{part}.safetensors").is_file() else None
+                raise DamagedError(f"{files[name]} is missing; {remedy}")
+        return files[part] if files[part].is_file() else None
 
     def _initial_weights(self, part: str) -> Path:
         """The file with the weights of `part` that the run starts from. Raises DamagedError if the file is missing."""
         initial = self.path / "init" / f"{part}.safetensors"
-        with self._reading(initial):
+        with self._reading_needed(initial):
             initial.stat()
         return initial
 

@@ -66,10 +66,12 @@ def identity_marks(section: Any) -> dict[str, Identity | None]:
     """The mark of each key, or None if the key has no mark. section: the class, a pydantic model or a dataclass."""
     names = list(section.model_fields) if issubclass(section, BaseModel) else [field.name for field in fields(section)]
     hints = get_type_hints(section, include_extras=True)
-    return {
-        name: next((argument for argument in get_args(hints[name]) if isinstance(argument, Identity)), None)
-        for name in names
-    }
+    marks: dict[str, Identity | None] = dict.fromkeys(names)
+    for name in names:
+        for argument in get_args(hints[name]):
+            if isinstance(argument, Identity):
+                marks[name] = argument
+    return marks
 
 
 def _value_or_digest(value: Any, mark: Identity | None, config: RunConfig) -> Any:

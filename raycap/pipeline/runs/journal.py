@@ -93,7 +93,7 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._num_read: dict[str, int] = {}  # number of bytes read, by part
-        self._added_entries()
+        self._added_entries()  # so that the next call skips what exists
         self._returned = {_entry_key(entry) for entry in read_journal(folder)}
 
     def new(self) -> list[Entry]:
@@ -142,4 +142,5 @@ def _entry_key(entry: Entry) -> tuple[str, str, int, float]:
     The key of metrics has no time, because a resumed stage repeats steps with equal metrics. The key of a text has the
     time, because a text that is written again at the same step is a new entry.
     """
-    return entry["stage"], entry["kind"], entry["step"], entry["time"] if "text" in entry else 0.0
+    time_of_text = entry["time"] if "text" in entry else 0.0
+    return entry["stage"], entry["kind"], entry["step"], time_of_text

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
+USUAL_POSITIONS, USUAL_WORDS = 74, 100  # for a model that is made before the data are read
 MAX_PARAMETERS = 10**11  # More must be a mistake, because large captioners have a hundredth of it.
 
 
@@ -183,7 +184,9 @@ def require_possible(config: RunConfig) -> None:
         with torch.device("meta"):
             backbone = initial_backbone(config, with_weights=False)
         _require_parameters(f"backbone {config.backbone.name}", backbone)
-    model = require_possible_model(config) if backbone is None else require_possible_model(config, backbone.width)
+        model = require_possible_model(config, backbone.width)
+    else:
+        model = require_possible_model(config)
     for stage in config.stages:
         trained = backbone if stage.train_backbone else None
         try:
@@ -197,12 +200,12 @@ def require_possible(config: RunConfig) -> None:
 def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
     """Returns the captioning model without memory for its weights. Raises UserError if the model is too large.
 
-    The data have not been read yet, so the model gets a vocabulary of 100 words. The real model may be larger.
+    The data have not been read yet, so the model gets a vocabulary of USUAL_WORDS. The real model may be larger.
     """
     from raycap.models.captioner import model_on_meta
 
-    positions = config.model.max_positions or 74
-    sizes = ModelSizes(feature_width, 100, positions, sos=0, eos=1, pad=2)
+    positions = config.model.max_positions or USUAL_POSITIONS
+    sizes = ModelSizes(feature_width, USUAL_WORDS, positions, sos=0, eos=1, pad=2)
     model = model_on_meta(config.model, sizes)
     _require_parameters(f"model {config.model.name}", model)
     return model

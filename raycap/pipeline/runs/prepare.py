@@ -60,8 +60,8 @@ def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = Non
     Unreadable images are left out. Raises UserError if the data cannot be used for training, or if more than
     `data.max_bad_fraction` of the images cannot be read.
     """
-    dataset, unreadable = data or find_data(config)
-    dataset = readable(dataset, unreadable, config)
+    all_images, unreadable = find_data(config) if data is None else data
+    dataset = readable(all_images, unreadable, config)
     folder = open_run(config, dataset.fingerprint())
     if not (folder.path / "run.json").is_file():
         _create(folder, config, dataset, unreadable)
@@ -155,16 +155,15 @@ def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes,
     import torch
 
     label, bundle = f"init_from = {config.init_from}", None
-    vocabulary = build_vocabulary(dataset, config.data)
+    vocabulary, bundle_positions = build_vocabulary(dataset, config.data), 0
     if config.init_from is not None:
         try:
             bundle = load_bundle(fetched(storage_path(config.init_from, config.storage.options)))
         except ValueError as error:
             raise UserError(f"init_from: {error}") from error
         vocabulary = _extended(bundle.vocabulary, vocabulary, label)
-    num_positions = max_positions(config, dataset, vocabulary)
-    if bundle is not None:
-        num_positions = max(num_positions, bundle.captioner.model.sizes.max_positions)
+        bundle_positions = bundle.captioner.model.sizes.max_positions
+    num_positions = max(max_positions(config, dataset, vocabulary), bundle_positions)
     backbone = None
     if config.has_backbone:
         backbone = initial_backbone(config, with_weights=bundle is None)  # else the bundle has the weights
@@ -177,7 +176,9 @@ def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes,
     model = _initial_model(config, sizes, vocabulary)
     if bundle is not None:
         _copy_bundle(bundle, model, backbone, label)
-    parts: dict[str, nn.Module] = {"model": model} | ({} if backbone is None else {"backbone": backbone})
+    parts: dict[str, nn.Module] = {"model": model}
+    if backbone is not None:
+        parts["backbone"] = backbone
     return vocabulary, sizes, num_tokens, parts
 
 
@@ -240,7 +241,8 @@ def _copy_tensors(source: nn.Module, target: nn.Module, *, growing: Collection[i
     growing: sizes of dimensions in `source` that may be larger in `target`. label: the start of messages.
     """
     from_tensors, to_tensors = source.state_dict(), target.state_dict()  # detached, so they can be written to
-    if unmatched := sorted(from_tensors.keys() ^ to_tensors.keys()):
+    unmatched = sorted(from_tensors.keys() ^ to_tensors.keys())
+    if unmatched:
         raise UserError(f"{label} has other parts than the configuration asks for, first {unmatched[0]}; set the same")
     for name, tensor in from_tensors.items():
         copy = to_tensors[name]

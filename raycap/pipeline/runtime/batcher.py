@@ -42,15 +42,15 @@ class Batcher(Generic[Job, Answer]):
     async def _work(self) -> None:
         """Computes batches until no job waits."""
         while batch := self._next_batch():
-            jobs, futures = [job for job, _ in batch], [future for _, future in batch]
+            jobs = [job for job, _ in batch]
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self.executor, self.compute, jobs)
             except Exception as error:  # each caller with a job in the batch gets the error
-                for future in futures:
+                for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
-            for future, answer in zip(futures, answers, strict=True):
+            for (_, future), answer in zip(batch, answers, strict=True):
                 if not future.done():
                     future.set_result(answer)
 

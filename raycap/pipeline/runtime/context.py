@@ -136,9 +136,10 @@ def _note_sigterm(actor: object) -> None:
 
 def gather_objects(context: Context, value: Value) -> list[Value]:
     """Returns the values of all ranks, in the order of ranks, to every rank. All ranks must call this together."""
-    values = [value] * context.world_size
-    if context.world_size > 1:
-        dist.all_gather_object(values, value, group=context.control_group)
+    if context.world_size == 1:
+        return [value]
+    values = [value] * context.world_size  # `all_gather_object` replaces each entry
+    dist.all_gather_object(values, value, group=context.control_group)
     return values
 
 

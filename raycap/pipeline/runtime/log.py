@@ -38,15 +38,16 @@ def configure_logging(level: int = logging.INFO) -> None:
     handler = _terminal_handler() or _TerminalHandler()
     handler.uses_stderr = False
     handler.setLevel(level)
-    logger = logging.getLogger(PACKAGE)
-    logger.setLevel(min(level, logging.INFO))
-    logger.propagate = False
-    logger.addHandler(handler)
+    package = logging.getLogger(PACKAGE)
+    package.setLevel(min(level, logging.INFO))
+    package.propagate = False
+    package.addHandler(handler)
 
 
 def log_to_stderr() -> None:
     """Shows all later records on standard error, because another program may read the standard output."""
-    if handler := _terminal_handler():
+    handler = _terminal_handler()
+    if handler:
         handler.uses_stderr = True
 
 
@@ -98,7 +99,8 @@ def log_file(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        trace = None if isinstance(error, UserError | JobFailedError | KeyboardInterrupt) else sys.exc_info()
+        is_expected = isinstance(error, UserError | JobFailedError | KeyboardInterrupt)
+        trace = None if is_expected else sys.exc_info()
         text = f"stopped by {type(error).__name__}: {error}"
         handler.handle(logging.LogRecord(__name__, logging.ERROR, __file__, 0, text, None, trace))
         raise

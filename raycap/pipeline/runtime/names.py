@@ -18,8 +18,8 @@ def relative_name(name: str, source: str) -> str:
     is not UTF-8. source: where the name was found, for the message.
     """
     parts = name.split("/")
-    is_plain = all(part not in ("", ".", "..") for part in parts) and name == printable(name) and "\\" not in name
-    if not is_plain or PurePosixPath(name).is_absolute():
+    leads_out = PurePosixPath(name).is_absolute() or any(part in ("", ".", "..") for part in parts)
+    if leads_out or "\\" in name or not name.isprintable():
         raise UserError(f"{source}: the name {printable(name)!r} is not a plain relative path; remove or rename it")
     return name
 
@@ -70,10 +70,11 @@ def quoted(value: object, clean: Callable[[str], str] = str) -> str:
 def shown(name: object) -> str:
     """A name as an error message shows it: unchanged, or as in `quoted` if it is long or not printable."""
     text = str(name)
-    return text if text == printable(text) and len(text) <= MAX_QUOTED else quoted(text)
+    return text if text.isprintable() and len(text) <= MAX_QUOTED else quoted(text)
 
 
 def shorten(ids: Iterable[object], limit: int = 10) -> str:
     """A text for a message with the first `limit` ids and the number of the other ids."""
     names = [shown(image) for image in ids]
-    return ", ".join(names) if len(names) <= limit else f"{', '.join(names[:limit])} and {len(names) - limit:,} more"
+    first = ", ".join(names[:limit])
+    return first if len(names) <= limit else f"{first} and {len(names) - limit:,} more"

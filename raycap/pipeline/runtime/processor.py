@@ -142,7 +142,7 @@ def measure_precisions(compute: Callable[[], object], device: torch.device, num_
                 torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    times = [(seconds(is_bfloat16=False), seconds(is_bfloat16=True)) for _ in range(1 + ROUNDS)][1:]
+    rounds = [(seconds(is_bfloat16=False), seconds(is_bfloat16=True)) for _ in range(1 + ROUNDS)]
+    float32, bfloat16 = (min(times) / num_images for times in zip(*rounds[1:], strict=True))  # the first round warms up
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    float32, bfloat16 = (min(column) / num_images for column in zip(*times, strict=True))
     return PrecisionTimes(name, float32, bfloat16)

@@ -24,8 +24,15 @@ _SECRET_NAME = re.compile(
     r"|(?:^|[_-])(?:pass|pwd|pw|pat|sig|jwt|cookie|webhook|dsn)(?![a-z])",
     re.IGNORECASE,
 )
-# USER:PASSWORD@ of an address. A password ends at a blank or a quote. Digits before a slash are a port, no password.
-_USERINFO = re.compile(r"""(?<=://)(?:[^\s/:@"']*:(?!\d{1,5}/)(?:(?!://)[^\s"'])*|[^\s/"']*)@""")
+_USERINFO = re.compile(
+    r"""(?<=://)(?:
+        [^\s/:@"']* :             # USER:
+        (?! \d{1,5}/ )            # digits before a slash are a port and no password
+        (?: (?!://) [^\s"'] )*    # PASSWORD, which ends at a blank, a quote or the next address
+        | [^\s/"']*               # USER without a password
+    )@""",
+    re.VERBOSE,
+)
 _PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 
@@ -49,13 +56,12 @@ def holds_secret(text: str) -> bool:
     no secret, and neither is its user name.
     """
     plain = REFERENCE.sub("", text)
-    found = [split_userinfo(plain)[0], *(match[0][:-1] for match in _USERINFO.finditer(plain))]
-    parts = [userinfo.partition(":") for userinfo in found]
-    return (
-        any(password if separator else user for user, separator, password in parts)
-        or any(is_secret_option(*option.groups()) for option in _OPTION.finditer(plain))
-        or _PRIVATE_KEY.search(text) is not None
-    )
+    for userinfo in (split_userinfo(plain)[0], *(match[0][:-1] for match in _USERINFO.finditer(plain))):
+        user, colon, password = userinfo.partition(":")
+        if password or (user and not colon):
+            return True
+    has_secret_option = any(is_secret_option(*option.groups()) for option in _OPTION.finditer(plain))
+    return has_secret_option or _PRIVATE_KEY.search(text) is not None
 
 
 def split_userinfo(address: str) -> tuple[str, str]:
@@ -91,7 +97,8 @@ def forget_all() -> None:
 
 def without_secrets(text: str) -> str:
     """Returns a text in which the secrets that the top of this file lists are removed or masked."""
-    if masks := _masks_of_environment() | _masks:  # a copy, because another thread may add secrets
+    masks = _masks_of_environment() | _masks  # a copy, because another thread may add secrets
+    if masks:
         text = _any_of(frozenset(masks)).sub(lambda found: masks[found[0]], text)
     text = _PRIVATE_KEY.sub(rf"\1{MASK}", _USERINFO.sub("", text))
     return _OPTION.sub(lambda found: f"{found[1]}={MASK}" if is_secret_option(*found.groups()) else found[0], text)
@@ -113,8 +120,9 @@ def _masks_of_environment() -> dict[str, str]:
 
 def _forms(value: str, mask: str) -> dict[str, str]:
     """{form of a value: mask}: as it is, as Python prints it, as addresses quote it. Empty if the value is short."""
-    forms = (value, repr(value)[1:-1], quote(value, safe="")) if len(value) >= MIN_SECRET else ()
-    return dict.fromkeys(forms, mask)
+    if len(value) < MIN_SECRET:
+        return {}
+    return dict.fromkeys((value, repr(value)[1:-1], quote(value, safe="")), mask)
 
 
 @functools.lru_cache(maxsize=4)

@@ -39,18 +39,20 @@ class ModelAddress:
         return self.text.removeprefix(CHAMPION) if self.text.startswith(CHAMPION) else None
 
     def resolve(self) -> StoredBundle:
-        """The bundle that is at the address now. A champion's bundle has the digests from champion.json.
+        """The bundle that is at the address now.
 
         Raises UserError if there is no such bundle or champion, and StorageError if the storage does not answer.
         """
-        name = self.champion
-        if name is None:
-            location = storage_path(self.text, self.storage.options)
-            if not location.is_remote and not location.path.is_dir():
-                found = "a file; give its folder" if location.path.is_file() else "no such folder; give a model bundle"
-                raise UserError(f"{self.text}: {found}, such as results/models/NAME/RUN")
-            location.require_answer()
-            return StoredBundle(location)
+        if self.champion is not None:
+            return self._bundle_of_champion(self.champion)
+        location = storage_path(self.text, self.storage.options)
+        if not location.is_remote and not location.path.is_dir():
+            raise UserError(f"{self.text}: no such folder; give a model bundle, such as results/models/NAME/RUN")
+        location.require_answer()
+        return StoredBundle(location)
+
+    def _bundle_of_champion(self, name: str) -> StoredBundle:
+        """The bundle of a configuration's champion, with the digests from champion.json."""
         if not _NAME.fullmatch(name):
             raise UserError(f"{shown(self.text)} names no configuration; give champion:NAME, as in retrain/NAME")
         self.storage.require_answer()
@@ -74,9 +76,10 @@ class NamedModel:
         A bundle on this machine's disk is put into Ray's object store, because other nodes cannot read this disk. A
         champion stays in its storage, because each process looks there for newer champions.
         """
-        if isinstance(self.source, SentBundle) or self.source.location.is_remote or self.address.champion is not None:
+        source, is_champion = self.source, self.address.champion is not None
+        if isinstance(source, SentBundle) or source.location.is_remote or is_champion:
             return self
-        return replace(self, source=SentBundle.of(self.source.location.path))
+        return replace(self, source=SentBundle.of(source.location.path))
 
 
 def named_models(arguments: ServeArguments) -> list[NamedModel]:
@@ -92,8 +95,9 @@ def named_models(arguments: ServeArguments) -> list[NamedModel]:
 def _named(text: str, arguments: ServeArguments) -> NamedModel:
     """The model of one option --model, ADDRESS or NAME=ADDRESS. Raises UserError if it cannot be served."""
     given, _, place = text.partition("=")
-    if not _NAME.fullmatch(given) or not place:
-        given, place = "", text  # the text is an address, whose path may contain =
+    has_name = place != "" and _NAME.fullmatch(given) is not None
+    if not has_name:  # the text is an address, whose path may contain =
+        place = text
     address = ModelAddress(place, storage_path(arguments.storage, StorageOptions(arguments.endpoint_url)))
     try:
         source = address.resolve()
@@ -104,7 +108,7 @@ def _named(text: str, arguments: ServeArguments) -> NamedModel:
         raise UserError(f"--model {error}") from error
     if config.get("backbone") is None:
         raise UserError(f"--model {place}: {NO_BACKBONE}")
-    name = given or address.champion or str(config["name"])
+    name = given if has_name else address.champion or str(config["name"])
     if not _NAME.fullmatch(name):
         raise UserError(f"--model {place}: the bundle's name {shown(name)} cannot be used; give NAME={place}")
     return NamedModel(name, address, StoredBundle(source.location, source.digests or digests))

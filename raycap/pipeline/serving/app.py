@@ -46,6 +46,7 @@ from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments
 
 PAGE = Path(__file__).with_name("caption_page.html")
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
+CLIENT_LEFT = 499  # the status that is counted for a client that has disconnected
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 logger = logging.getLogger(__name__)
 
@@ -132,23 +133,23 @@ class Server:
 
     async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
         """Answers a request, and counts the answer and its time. A failure is logged and answered with one sentence."""
-        begin, status = time.monotonic(), 499  # 499 is counted if the client has disconnected
+        begin, status = time.monotonic(), CLIENT_LEFT
         paths = {getattr(route, "path", "") for route in request.app.routes}
         path = request.url.path if request.url.path in paths else "other"
         try:
-            try:
-                response = await respond(request)
-            except ClientDisconnect:
-                return Response(status_code=status)
-            except Exception as error:
-                logger.exception(f"a request to {path} failed: {without_secrets(one_line(error))}")
-                response = refuse(request, RefusedError(500, FAILED))
-            response.headers.update(HEADERS)
+            response = await respond(request)
             status = response.status_code
-            return response
-        finally:
+        except ClientDisconnect:
+            response = Response(status_code=CLIENT_LEFT)
+        except Exception as error:
+            logger.exception(f"a request to {path} failed: {without_secrets(one_line(error))}")
+            response = refuse(request, RefusedError(500, FAILED))
+            status = response.status_code
+        finally:  # also runs if the server cancels the request
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - begin)
+        response.headers.update(HEADERS)
+        return response
 
 
 @asynccontextmanager
@@ -185,6 +186,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
         """The page, for which no token is needed, because the page contains no data of the server."""
         return HTMLResponse(html, headers=page_headers)
 
+    # Options of routes: a closed one needs access, a queued one also its turn.
     closed: Values = {
         "dependencies": [Depends(server.admit)],
         "responses": {"4XX": {"model": Error}, "5XX": {"model": Error}},
@@ -207,13 +209,14 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
 
 def refuse(_: Request, error: Exception) -> Response:
     """The answer to a request that raised RefusedError, or HTTPException of Starlette: one sentence as JSON."""
-    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
-        headers |= error.headers or {}
+        headers = dict(error.headers or {})
         allowed = headers.get("Allow", "another method")  # Starlette names the methods there
         sentences = {404: "there is no such path", 405: f"this path answers {allowed} only"}
-        error = RefusedError(error.status_code, sentences.get(error.status_code, str(error.detail)))
+        sentence = sentences.get(error.status_code, str(error.detail))
+        return JSONResponse({"error": sentence}, error.status_code, headers)
     assert isinstance(error, RefusedError)
+    headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.retry_after_s is not None:

@@ -16,11 +16,10 @@ HOW is the way to join the texts of tokens to a caption:
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +36,7 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import score_rules
 from raycap.pipeline.runtime.names import one_line
-from raycap.pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.storage.atomic import atomic_folder, write_json
 from raycap.pipeline.storage.digests import file_digest
 
 FORMAT = 2
@@ -77,18 +76,15 @@ def export_captioner(
         paths = [temporary / f"{name}.onnx" for name in GRAPHS]
         write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory], opset)
         write_graph(paths[1], step, step.inputs(), step.output_names, opset)
-        (temporary / "vocabulary.json").write_text(dump(describe_words(bundle.vocabulary)), encoding="utf-8")
+        write_json(temporary / "vocabulary.json", describe_words(bundle.vocabulary))
         content = describe(bundle, encoder) | {
             "precision": precision,
             "opset": opset,
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
-        (temporary / "captioner.json").write_text(dump(content), encoding="utf-8")
-        cache = step.cache
-        if captioner is not bundle.captioner:
-            encoder = EncoderGraph(bundle.captioner)
-            step = StepGraph(encoder)
-        difference = compare_graphs(encoder, step, [onnx_graph(path) for path in paths], cache)
+        write_json(temporary / "captioner.json", content)
+        reference = EncoderGraph(bundle.captioner)  # in float32, also if the export is not
+        difference = compare_graphs(reference, StepGraph(reference), [onnx_graph(path) for path in paths], step.cache)
         if difference > TOLERANCES[precision]:
             raise JobFailedError(
                 f"the exported graphs differ from the model by up to {difference:.1e}; nothing was written"
@@ -172,8 +168,8 @@ def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
     search = bundle.search
     image = features = None
     if transform is not None:
-        image = {key: getattr(transform, key) for key in ("image_size", "keep_aspect", "interpolation")}
-        image |= {"scaled_side": transform.scaled_side, "mean": list(transform.mean), "std": list(transform.std)}
+        names = ("image_size", "scaled_side", "keep_aspect", "interpolation", "mean", "std")
+        image = {name: getattr(transform, name) for name in names}
     else:
         boxes = bool(getattr(encoder.model.config, "needs_boxes", False))
         features = {"width": sizes.feature_width, "boxes": boxes, "max_regions": encoder.max_image_tokens}
@@ -212,10 +208,6 @@ def describe_words(vocabulary: Vocabulary) -> dict[str, object]:
     return {"joining": "spaces", "words": words}
 
 
-def dump(content: Mapping[str, object]) -> str:
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
-
 def compare_graphs(
     encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph], exported_cache: Sequence[GraphTensor]
 ) -> float:
@@ -240,8 +232,9 @@ def compare_graphs(
                 beams = [tokens.numpy(), parents.numpy()]
                 exported_log_probs, *other_cache = exported[1]([*beams, *exported_memory, *other_cache])
                 differences.append(_difference(log_probs, exported_log_probs))
-                chosen = torch.randint(tokens.shape[1], (images, BEAMS))
-                parents = torch.arange(images)[:, None] * tokens.shape[1] + chosen
+                # The cache has a row for each beam of the first image, then of the second, and so on.
+                num_beams = tokens.shape[1]
+                parents = torch.arange(images)[:, None] * num_beams + torch.randint(num_beams, (images, BEAMS))
     return max(differences)
 
 

@@ -151,7 +151,8 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        problem = f"there is no such field; the fields are {', '.join(form.model_fields)}"
-        if first["type"] != "extra_forbidden":
+        if first["type"] == "extra_forbidden":
+            problem = f"there is no such field; the fields are {', '.join(form.model_fields)}"
+        else:
             problem = shown(first["msg"])
         raise RefusedError(422, f"{shown(place)}: {problem}") from None

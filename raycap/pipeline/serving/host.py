@@ -137,11 +137,11 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
     bundle = source.load()
     if bundle.transform is None:
         raise UserError(f"{address.text}: {NO_BACKBONE}")
-    service, model, transform = CaptionService(bundle, **settings), bundle.captioner.model, bundle.transform
+    service, transform = CaptionService(bundle, **settings), bundle.transform
     info = ModelInfo(
         bundle=bundle.config["name"],
         digest=bundle.digest[:16],
-        system=model.config.name,
+        system=bundle.captioner.model.config.name,
         image_size=transform.image_size,
         keep_aspect=transform.keep_aspect,
         crop_share=transform.image_size / transform.scaled_side,
@@ -194,10 +194,7 @@ class ModelHost:
             self.look()
 
     def caption(self, jobs: Sequence[ImageJob]) -> list[Answer]:
-        """Captions images with the current model. Images with equal searches share a forward pass.
-
-        If a forward pass fails, only its images are refused.
-        """
+        """Captions images with the current model. Images with equal searches share a forward pass."""
         current = self.current
         answers: list[Answer] = [None] * len(jobs)
         groups: dict[Search, list[int]] = {}
@@ -205,27 +202,14 @@ class ModelHost:
             if job.transform == current.service.transform:
                 groups.setdefault(job.search, []).append(index)
         for search, indices in groups.items():
-            made: list[Answer]
-            try:
-                found = current.caption([jobs[index].pixels for index in indices], search)
-                made = [Made(result, current.info, len(found), place) for place, result in enumerate(found)]
-            except UserError as error:
-                made = [RefusedError(422, one_line(error))] * len(indices)
-            except torch.OutOfMemoryError as error:
-                logger.warning(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
-                traceback.clear_frames(error.__traceback__)  # the error's frames keep tensors in memory
-                torch.cuda.empty_cache()
-                made = [RefusedError(503, SHORT_OF_MEMORY, 1)] * len(indices)
-            except Exception as error:
-                logger.exception(f"{len(indices)} images were not captioned: {without_secrets(one_line(error))}")
-                made = [RefusedError(500, FAILED)] * len(indices)
-            for index, answer in zip(indices, made, strict=True):
+            pixels = [jobs[index].pixels for index in indices]
+            for index, answer in zip(indices, _captioned(current, pixels, search), strict=True):
                 answers[index] = answer
         return answers
 
     def explain(self, jobs: Sequence[ImageJob], caption: str | None, head: int | None) -> list[Answer]:
         """The attention to one image for each word of a caption. If `caption` is None, the model makes one."""
-        current, (job,) = self.current, jobs
+        (job,), current = jobs, self.current
         if job.transform != current.service.transform:
             return [None]
         pixels = current.normalized([job.pixels])
@@ -235,6 +219,24 @@ class ModelHost:
             return [Made(current.service.explain(pixels[0], caption, head, with_attribution=False), current.info)]
         except UserError as error:
             return [RefusedError(422, one_line(error))]
+
+
+def _captioned(model: LoadedModel, pixels: Sequence[np.ndarray], search: Search) -> Sequence[Answer]:
+    """Captions images in one forward pass. If the pass fails, the answer to each image is a RefusedError."""
+    try:
+        found = model.caption(pixels, search)
+        return [Made(result, model.info, len(found), place) for place, result in enumerate(found)]
+    except UserError as error:
+        refusal = RefusedError(422, one_line(error))
+    except torch.OutOfMemoryError as error:
+        logger.warning(f"{len(pixels)} images were not captioned: {without_secrets(one_line(error))}")
+        traceback.clear_frames(error.__traceback__)  # the error's frames keep tensors in memory
+        torch.cuda.empty_cache()
+        refusal = RefusedError(503, SHORT_OF_MEMORY, 1)
+    except Exception as error:
+        logger.exception(f"{len(pixels)} images were not captioned: {without_secrets(one_line(error))}")
+        refusal = RefusedError(500, FAILED)
+    return [refusal] * len(pixels)
 
 
 def warm(loaded: LoadedModel) -> LoadedModel:

@@ -67,7 +67,7 @@ class ServedModels:
 
     async def describe(self) -> list[Values]:
         """The descriptions of all models for GET /models."""
-        return list(await asyncio.gather(*map(self._describe, self.captioners)))
+        return await asyncio.gather(*(self._describe(model) for model in self.captioners))
 
     async def _describe(self, model: str) -> Values:
         description, self._transforms[model] = await self.captioners[model]("describe")
@@ -94,7 +94,8 @@ class ServedModels:
         for _ in range(MAX_ATTEMPTS):
             if model not in self._transforms:
                 await self._describe(model)
-            jobs, transform = [], self._transforms[model]
+            transform = self._transforms[model]
+            jobs = []
             for number, image in enumerate(images):  # one at a time, because the request may time out before the last
                 pixels = await loop.run_in_executor(self._threads, self._resized, image, number, transform)
                 jobs.append(ImageJob(pixels, transform, search))
@@ -103,7 +104,8 @@ class ServedModels:
                 if isinstance(answer, RefusedError):
                     raise answer
             made = [answer for answer in answers if isinstance(answer, Made)]
-            if len(made) == len(answers) and len({each.info.digest for each in made}) == 1:
+            digests = {each.info.digest for each in made}
+            if len(made) == len(images) and len(digests) == 1:  # all answers are of one model
                 return made
             self._transforms.pop(model, None)  # the new model may have another transform
         raise RefusedError(503, "the model is being replaced; try again", 1)
@@ -113,5 +115,5 @@ class ServedModels:
         try:
             return transform.resize(load_image(image, self.max_pixels))
         except BadImage as error:
-            status = 413 if isinstance(error, OversizedError) else 415 if isinstance(error, UnknownFormatError) else 422
-            raise RefusedError(status, f"image {number}: {error}") from None
+            statuses: dict[type, int] = {OversizedError: 413, UnknownFormatError: 415}
+            raise RefusedError(statuses.get(type(error), 422), f"image {number}: {error}") from None

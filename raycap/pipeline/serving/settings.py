@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Literal
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
@@ -12,6 +13,7 @@ from raycap.pipeline.errors import UserError
 TOKEN_VARIABLE = "RAYCAP_SERVE_TOKEN"
 MIN_TOKEN = 16  # characters
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+CLUSTER = "a cluster"  # in place of a host, for a server that a cluster starts
 
 
 class Limits(BaseModel, extra="forbid", frozen=True):
@@ -59,22 +61,22 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
     @property
     def num_captioners(self) -> int:
         """The largest number of captioning processes."""
-        return (self.replicas if isinstance(self.replicas, int) else self.replicas[1]) * len(self.models)
+        most_replicas = self.replicas if isinstance(self.replicas, int) else self.replicas[1]
+        return most_replicas * len(self.models)
 
 
-def server_token(host: str | None, insecure: bool) -> str | None:
+def server_token(host: str, insecure: bool) -> str | None:
     """The token in the variable RAYCAP_SERVE_TOKEN, or None if the variable is not set.
 
-    host: the host on which the server listens, or None in a cluster. Raises UserError if the token is not valid. Raises
-    UserError also if there is no token, other machines can reach the server, and `insecure` is false.
+    host: the host on which the server listens, or CLUSTER. Raises UserError if the token is not valid. Raises UserError
+    also if there is no token, other machines can reach the server, and `insecure` is false.
     """
     token = os.environ.get(TOKEN_VARIABLE)
-    if token is not None and (len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token):
+    if token is not None and not re.fullmatch(f"[!-~]{{{MIN_TOKEN},}}", token):
         raise UserError(f"{TOKEN_VARIABLE} must have {MIN_TOKEN} or more visible ASCII characters without blanks")
     if token is None and host not in LOOPBACK_HOSTS and not insecure:
-        place = "in a cluster" if host is None else f"on {host}"
         raise UserError(
-            f"a server {place} can be reached by other machines and needs a token in {TOKEN_VARIABLE}; set it, give "
+            f"a server on {host} can be reached by other machines and needs a token in {TOKEN_VARIABLE}; set it, give "
             "--insecure, or use --host 127.0.0.1"
         )
     return token

@@ -125,9 +125,9 @@ class Lease:
 def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: bool = False) -> Lease | LeaseRecord:
     """Takes the lease, or returns the record of its holder if that process may be alive.
 
-    If the lease has a holder, this function waits for half of the holder's lease time, at most five times `seconds`. If
-    the lease has not expired by this machine's clock, it waits twice. If the holder renews the lease meanwhile, its
-    record is returned. The record is also returned if the lease is longer than `seconds` and has not expired.
+    If the lease has a holder, waits for half of the holder's lease time, at most 5 * `seconds`, and once more if the
+    lease has not expired by this machine's clock. The holder may be alive if the lease was renewed meanwhile, or if it
+    is longer than `seconds` and has not expired.
 
     above: the new token is larger than this number and than every earlier token. by_force: if true, takes the lease
     without waiting, and its holder cannot write any more. Raises UserError if the file is not a lease, and StorageError
@@ -135,15 +135,13 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
     """
     stored, tag = _read(path)
     if stored is not None and stored.until and not by_force:
-        pause_s = min(stored.seconds, 10 * seconds) / 2  # enough, because a holder renews after a third of its lease
-        for _ in range(1 if stored.until < time.time() else 2):
-            logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
-            time.sleep(pause_s)
-            present, present_tag = _read(path)
-            if present_tag != tag:
-                return present if present is not None and present.until else take_lease(path, seconds, above=above)
-        if stored.seconds > seconds and stored.until > time.time():
-            return stored
+        tag_before = tag
+        stored, tag = _wait_for_change(path, stored, tag, max_pause_s=5 * seconds)
+        if stored is not None and stored.until:
+            was_renewed = tag != tag_before
+            is_long = stored.seconds > seconds and stored.until > time.time()
+            if was_renewed or is_long:
+                return stored
     record = LeaseRecord(
         token=max(above, stored.token if stored else 0) + 1,
         nonce=uuid.uuid4().hex,
@@ -152,10 +150,25 @@ def take_lease(path: StoragePath, seconds: float, *, above: int = 0, by_force: b
         seconds=seconds,
     )
     try:
-        tag = path.write_if(record.model_dump_json().encode(), tag)
+        new_tag = path.write_if(record.model_dump_json().encode(), tag)
     except ConflictError:
         return take_lease(path, seconds, above=above, by_force=by_force)  # another process was faster, so start again
-    return Lease(path, record, tag)
+    return Lease(path, record, new_tag)
+
+
+def _wait_for_change(
+    path: StoragePath, stored: LeaseRecord, tag: str | None, max_pause_s: float
+) -> tuple[LeaseRecord | None, str | None]:
+    """Waits, as `take_lease` describes, until the lease's file no longer has this tag. Returns what `_read` returns."""
+    pause_s = min(stored.seconds / 2, max_pause_s)  # long enough, because a holder renews after a third of its lease
+    has_expired = stored.until < time.time()
+    for _ in range(1 if has_expired else 2):
+        logger.info(f"lease     held by {stored}; waiting {pause_s:.0f} s to see whether it is renewed")
+        time.sleep(pause_s)
+        present, present_tag = _read(path)
+        if present_tag != tag:
+            break
+    return present, present_tag
 
 
 def _read(path: StoragePath) -> tuple[LeaseRecord | None, str | None]:

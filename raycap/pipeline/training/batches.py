@@ -29,6 +29,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.features.model_inputs import Images, on_device
+from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import shown
 
 NUM_PREFETCHED = 3  # number of steps whose batches are prepared while the current step is computed
@@ -40,9 +41,6 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  #
 def share(size: int, index: int, count: int) -> slice:
     """The share number `index`, if `size` samples are divided into `count` contiguous shares of nearly equal size."""
     return slice(index * size // count, (index + 1) * size // count)
-
-
-_ENCODED: dict[tuple[str, Vocabulary], CaptionTokens] = {}  # the last result of `CaptionTokens.of`, if any
 
 
 class CaptionTokens:
@@ -63,14 +61,10 @@ class CaptionTokens:
 
     @classmethod
     def of(cls, images: Dataset, vocabulary: Vocabulary) -> CaptionTokens:
-        """Encodes the captions of images. A million captions take about 10 s, so the last result is kept."""
-        key = images.fingerprint(), vocabulary
-        if key not in _ENCODED:
-            _ENCODED.clear()
-            lists = images.texts_by_image(vocabulary.tokenizer)
-            encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
-            _ENCODED[key] = cls(encoded, vocabulary.pad)
-        return _ENCODED[key]
+        """Encodes the captions of images. A million captions take about 10 s."""
+        lists = images.texts_by_image(vocabulary.tokenizer)
+        encoded = ([vocabulary.encode(words) for words in map(vocabulary.tokenize, texts)] for texts in lists)
+        return cls(encoded, vocabulary.pad)
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -94,6 +88,19 @@ class CaptionTokens:
     def longest(self, count: int) -> np.ndarray:
         """The numbers of the `count` longest captions, the longest first."""
         return np.argsort(-self.target_counts(np.arange(len(self))), kind="stable")[:count]
+
+
+def captions_by_stage(
+    folder: RunFolder, stages: Sequence[StageSection], excluded: Sequence[str] = ()
+) -> dict[str, CaptionTokens]:
+    """The captions on which each stage trains, by stage name. Stages with the same images share an object.
+
+    excluded: content keys of images that are left out.
+    """
+    by_splits: dict[tuple[str, ...], CaptionTokens] = {}
+    for splits in {folder.training_splits(stage) for stage in stages}:
+        by_splits[splits] = CaptionTokens.of(folder.dataset.split(*splits).without(excluded), folder.vocabulary)
+    return {stage.name: by_splits[folder.training_splits(stage)] for stage in stages}
 
 
 @dataclass(frozen=True)

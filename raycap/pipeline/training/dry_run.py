@@ -17,13 +17,12 @@ import torch
 from raycap.models.base import Features
 from raycap.models.encoders.backbone import image_transform
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.processor import device_for, float32_products, memory_mb, prepare_processor
-from raycap.pipeline.training.batches import Batch, CaptionTokens, target_positions
+from raycap.pipeline.training.batches import Batch, CaptionTokens, captions_by_stage, target_positions
 from raycap.pipeline.training.loop import feature_computer, feature_dtype, stage_captioner, with_features
-from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.objectives import make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, make_optimizer
 
 NUM_STEPS = 2  # on a GPU, because the second step needs more memory: the optimizer then has its moments
@@ -42,16 +41,17 @@ class DryRunResult:
 def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     """Tries each stage for a step or two, on random features and the longest captions, and yields the results.
 
-    For SCST, also checks the reward of ground-truth captions. Writes no file.
+    Writes no file.
     """
     folder = folder.on_worker()
     workers = folder.config.workers
     prepare_processor(workers.threads_per_worker)
     device = device_for(workers.gpus_per_worker)
+    captions = captions_by_stage(folder, folder.config.stages)
     for stage in folder.config.stages:
         begin, error = time.monotonic(), None
         try:
-            _try_steps(folder, stage, device)
+            _try_steps(folder, stage, captions[stage.name], device)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as raised:
             error = one_line(raised)
             if not isinstance(raised, ValueError):
@@ -60,7 +60,7 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
         yield DryRunResult(stage.name, time.monotonic() - begin, memory_mb(device), error)
 
 
-def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> None:
+def _try_steps(folder: RunFolder, stage: StageSection, captions: CaptionTokens, device: torch.device) -> None:
     """Trains a stage for one step, or on a GPU for NUM_STEPS."""
     torch.manual_seed(folder.config.seed)
     if device.type == "cuda":
@@ -71,11 +71,9 @@ def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> 
     captioner = stage_captioner(folder, stage, device).train()
     optimizer = make_optimizer(captioner, stage.optimizer, stage.lr)
     average = None if stage.ema is None else WeightAverage(captioner, stage.ema)
-    objective, reward = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
-    if reward is not None:
-        check_reward(stage, reward)
+    objective = make_objective(stage, captioner, train, folder.vocabulary, folder.config.data.language)
     computer = feature_computer(folder, stage, device, undecided="float32")  # needs more memory than bfloat16
-    batch = with_features(_longest_batch(folder, stage, train), computer).to(device, feature_dtype(stage))
+    batch = with_features(_longest_batch(folder, stage, captions), computer).to(device, feature_dtype(stage))
     generator = torch.Generator(device).manual_seed(folder.config.seed)
     for step in range(NUM_STEPS if device.type == "cuda" else 1):
         optimizer.zero_grad(set_to_none=True)
@@ -88,11 +86,10 @@ def _try_steps(folder: RunFolder, stage: StageSection, device: torch.device) -> 
             average.update(step)
 
 
-def _longest_batch(folder: RunFolder, stage: StageSection, train: Dataset) -> Batch:
+def _longest_batch(folder: RunFolder, stage: StageSection, captions: CaptionTokens) -> Batch:
     """The micro-batch that needs the most memory: the largest, with random features and the longest captions."""
     config, num_tokens = folder.config, folder.metadata.num_tokens
     _, size = config.micro_batch_sizes(stage)
-    captions = CaptionTokens.of(train, folder.vocabulary)
     count = size * stage.captions_per_image
     rows = np.resize(captions.longest(count), count)  # np.resize repeats rows if there are too few
     # Captions need not belong to the images of the batch, because only the lengths of captions matter here.

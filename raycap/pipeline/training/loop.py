@@ -23,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 from raycap.models.base import Features
-from raycap.models.captioner import Captioner, build_model
+from raycap.models.captioner import Captioner, build_captioner
+from raycap.models.config import BackboneConfig
 from raycap.models.dropout import set_dropout
-from raycap.models.encoders.backbone import Backbone, set_drop_path
+from raycap.models.encoders.backbone import set_drop_path
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import write_predictions
@@ -40,8 +41,8 @@ from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
 from raycap.pipeline.runtime.processor import float32_products, prepare_processor
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
-from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, seed_of
-from raycap.pipeline.training.objectives import check_reward, make_objective
+from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, captions_by_stage, seed_of
+from raycap.pipeline.training.objectives import make_objective
 from raycap.pipeline.training.optimizer import WeightAverage, learning_rate, make_optimizer, set_rate
 from raycap.pipeline.training.rewards.reward import CiderDReward
 from raycap.pipeline.training.stage_output import AbandonedError, Progress, StageOutput, require_driver
@@ -98,10 +99,11 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
         token = folder.new_token("worker_group_token")  # from now on, an earlier group of workers cannot write
     # On a machine without rank 0, no file of the copy changes during a stage, so it would look unused without the lock.
     with folder.in_use():
+        unfinished = [folder.config.stage(name) for name in job.stages if folder.result(name) is None]
+        captions = captions_by_stage(folder, unfinished, job.excluded)
         for name in job.stages:
-            stage = folder.config.stage(name)
-            if folder.result(name) is None:
-                run = StageRun(context, folder, stage, job, token)
+            if name in captions:
+                run = StageRun(context, folder, folder.config.stage(name), job, token, captions[name])
                 with contextlib.closing(run.output):
                     is_finished = run.run()
                 del run  # the next stage needs its memory
@@ -119,20 +121,24 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
     """The captioner with which a stage begins: initial weights, frozen parts, dropout, drop path and precision."""
     config = folder.config
-    model = build_model(config.model, folder.metadata.sizes)
-    set_dropout(model, config.model.dropout if stage.dropout is None else stage.dropout)
-    load_weights(model, folder.weights_before(stage, "model"))
-    backbone = None
-    if stage.train_backbone:
-        backbone = Backbone(config.backbone, with_weights=False)
-        if stage.drop_path is not None:
-            set_drop_path(backbone, stage.drop_path)
-        load_weights(backbone, folder.weights_before(stage, "backbone"))
-        backbone = backbone.to(memory_format=torch.channels_last)
-    captioner = Captioner(model, backbone).to(device)
+    backbone = config.backbone if stage.train_backbone else None
+    captioner = _loaded(folder, backbone, lambda part: folder.weights_before(stage, part)).to(device)
+    set_dropout(captioner.model, config.model.dropout if stage.dropout is None else stage.dropout)
+    if captioner.backbone is not None and stage.drop_path is not None:
+        set_drop_path(captioner.backbone, stage.drop_path)
     for parameter in captioner.frozen_by(stage.freeze):
         parameter.requires_grad_(False)
     return captioner.double() if stage.precision == "float64" else captioner
+
+
+def _loaded(folder: RunFolder, backbone: BackboneConfig | None, weights_of: Callable[[str], Path]) -> Captioner:
+    """A captioner with stored weights. weights_of: returns the file for "model" or "backbone"."""
+    captioner = build_captioner(folder.config.model, folder.metadata.sizes, backbone)
+    for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
+        load_weights(module, weights_of(part))
+    if captioner.backbone is not None:
+        captioner.backbone.to(memory_format=torch.channels_last)
+    return captioner
 
 
 def feature_computer(
@@ -178,8 +184,15 @@ class StageRun:
     """Trains one stage on one worker. Raises ValueError if the stage needs features and the job has no store."""
 
     def __init__(
-        self, context: Context, folder: RunFolder, stage: StageSection, job: StageJob, worker_group_token: str = ""
+        self,
+        context: Context,
+        folder: RunFolder,
+        stage: StageSection,
+        job: StageJob,
+        worker_group_token: str = "",
+        captions: CaptionTokens | None = None,
     ) -> None:
+        """captions: of the stage's training images, from `captions_by_stage`. If it is None, they are encoded here."""
         config = folder.config
         self.context, self.folder, self.stage, self.vocabulary = context, folder, stage, folder.vocabulary
         self.number = list(config.stages).index(stage)
@@ -193,12 +206,15 @@ class StageRun:
                 raise ValueError(f"stage {stage.name} reads features, and the job names no store")
             store = open_store(job.store, config.features)
         seed = seed_of(config.seed, self.number)
-        captions = CaptionTokens.of(train, folder.vocabulary)
+        if captions is None:
+            captions = CaptionTokens.of(train, folder.vocabulary)
         rank, world_size = context.world_rank, context.world_size
         self.computer = feature_computer(folder, stage, context.device)
-        computes = self.computer is not None
         views = config.features.training_views
-        images = model_inputs(config, train, None if computes else store, views, as_stored=computes)
+        if self.computer is None:
+            images = model_inputs(config, train, store, views)
+        else:
+            images = model_inputs(config, train, None, views and replace(views, as_stored=True))
         on_gpu = context.device.type == "cuda"
         self.batches = Batches(images, captions, stage, seed=seed, rank=rank, world_size=world_size, pins=on_gpu)
         self.finite = FiniteCheck(stage.name, rank, defers=on_gpu)
@@ -207,7 +223,7 @@ class StageRun:
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
         self.validation_rows = {image: row for row, image in enumerate(validation.column("image_id"))}
         self.total = total_steps(stage, self.batches.num_samples)
-        self.objective, self.reward = make_objective(stage, self.captioner, train, self.vocabulary, language)
+        self.objective = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
         self.average = None if stage.ema is None else WeightAverage(self.captioner, stage.ema)
         if config.workers.compile:
@@ -227,10 +243,8 @@ class StageRun:
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
         # A stage that had ended early makes no more steps, because it is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
-        if self.reward is not None and progress.step < stop:
-            output.log("reward", progress.step, {"text": check_reward(stage, self.reward)})
-            if 0 <= self._initial_score() < NO_CIDER:
-                output.log("warning", progress.step, {"text": CANNOT_CLIMB})
+        if stage.objective == "scst" and progress.step < stop:
+            output.log("reward", progress.step, {"text": f"SCST {stage.sampling.signature}"})
         self.captioner.train()
         metrics, saved_at = StepMetrics(self.context), time.monotonic()
         for step, batches in enumerate(self.batches.stream(progress.step, stop), progress.step):
@@ -240,25 +254,24 @@ class StageRun:
             metrics.add(self.step(step, batches))
             progress.step = step + 1
             has_notice, must_stop = notices()
-            if must_stop or (has_notice and not self.had_notice):
-                # -inf makes a checkpoint due below. If this step has a validation, only `_validate` saves a checkpoint,
-                # because a stage that resumed from an earlier checkpoint of this step would skip the validation.
-                self.had_notice, saved_at = True, -math.inf
+            must_save = must_stop or (has_notice and not self.had_notice)
+            if must_save:
+                self.had_notice = True
                 text = STOPPING if must_stop else NOTICE
                 output.log("notice", progress.step, {"text": text, "total": self.total})
             if progress.step % self.folder.config.workers.log_every_steps == 0 or progress.step == self.total:
                 values, metrics = metrics.summary(stage.batch_size), StepMetrics(self.context)
                 self.finite.require()
                 output.log("train", progress.step, {"total": self.total, "lr": self._rate(step), **values})
+            # A step with a validation saves only the checkpoint of `_validate`, because a stage that resumed from an
+            # earlier checkpoint of this step would skip the validation.
             if self._validates_after(step):
                 self._validate()
                 # Both clocks start again: validation has saved a checkpoint, and its time must not count as training.
                 metrics, saved_at = StepMetrics(self.context), time.monotonic()
                 if progress.ended_early:
                     break
-            elif progress.step % stage.checkpoint_every_steps == 0 or (
-                time.monotonic() - saved_at > 60 * stage.checkpoint_every_minutes
-            ):
+            elif must_save or self._checkpoint_is_due(saved_at):
                 self.finite.require()
                 output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
                 saved_at = time.monotonic()
@@ -281,17 +294,17 @@ class StageRun:
         device, bfloat16 = self.context.device, self.stage.precision == "bfloat16"
         metrics: dict[str, Tensor] = {}
         for part, batch in enumerate(batches):
-            batch = with_features(batch, self.computer)  # before autocast, because extraction has its own precision
+            # Outside autocast, because extraction has its own precision.
+            inputs = with_features(batch, self.computer).to(device, feature_dtype(self.stage))
             seed = seed_of(self.folder.config.seed, self.number, step, part, self.context.world_rank)
             torch.manual_seed(seed)
             generator = torch.Generator(device).manual_seed(seed ^ 1)  # a seed other than dropout's
-            batch = batch.to(device, feature_dtype(self.stage))
             # DDP exchanges gradients in each backward pass, but one exchange per step is enough: the last one.
             skips_exchange = isinstance(self.wrapped, DistributedDataParallel) and part < len(batches) - 1
             exchange = self.wrapped.no_sync() if skips_exchange else contextlib.nullcontext()  # type: ignore[operator]
             with float32_products(self.stage.precision), exchange:
                 with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
-                    output = self.objective(self.wrapped, self.captioner, batch, generator)
+                    output = self.objective(self.wrapped, self.captioner, inputs, generator)
                 # The global loss is the sum over the workers, but DDP averages gradients, hence the factor.
                 (output.loss * self.context.world_size).backward()
             metrics = summed(metrics, output.metrics)
@@ -308,7 +321,8 @@ class StageRun:
     def _resume(self) -> Progress:
         """Restores the newest checkpoint, if any. Raises RuntimeError if the workers find different checkpoints."""
         output, step = self.output, self.output.newest_step()
-        if len(steps := set(gather_objects(self.context, step))) > 1:
+        steps = set(gather_objects(self.context, step))
+        if len(steps) > 1:
             raise RuntimeError(
                 f"workers see different checkpoints of {output.path} (steps {sorted(steps)}); it must be shared"
             )
@@ -320,13 +334,20 @@ class StageRun:
         """The learning rate of a step, with the reductions on plateaus but without the factors of parameter groups."""
         stage, steps_per_epoch = self.stage, max(1, self.batches.num_samples // self.stage.batch_size)
         rate = learning_rate(stage.schedule, stage.lr, step, steps_per_epoch=steps_per_epoch, total_steps=self.total)
-        plateau = self.stage.plateau
-        return rate * plateau.factor**self.progress.reductions if plateau else rate
+        return rate * stage.plateau.factor**self.progress.reductions if stage.plateau else rate
 
     def _validates_after(self, step: int) -> bool:
         """True if a step passes a multiple of `validate_every_epochs` or is the last one."""
         every = self.stage.validate_every_epochs * self.batches.num_samples / self.stage.batch_size
         return step + 1 == self.total or math.floor((step + 1) / every) > math.floor(step / every)
+
+    def _checkpoint_is_due(self, saved_at: float) -> bool:
+        """True if the steps or the minutes since the last checkpoint are those that the stage allows.
+
+        saved_at: the time of the last checkpoint, by the monotonic clock.
+        """
+        stage, minutes = self.stage, (time.monotonic() - saved_at) / 60
+        return self.progress.step % stage.checkpoint_every_steps == 0 or minutes > stage.checkpoint_every_minutes
 
     def _validate(self) -> None:
         """Scores the validation split, updates the progress, and saves a checkpoint."""
@@ -334,14 +355,15 @@ class StageRun:
         begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
         report = _reporter(output, "validating", progress.step, f"step {progress.step}: validation")
-        with contextlib.nullcontext() if self.average is None else self.average.in_use():
+        averaged = contextlib.nullcontext() if self.average is None else self.average.in_use()
+        with averaged:
             best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
             score = self._score(best)
             if score > progress.best_score:
                 progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
                 captions = {image: hypothesis.caption for image, hypothesis in best.items()}
                 output.save_best(self.captioner, progress.step, captions)
-                if self.reward is not None and score < NO_CIDER:
+                if self.stage.objective == "scst" and score < NO_CIDER:
                     output.log("warning", progress.step, {"text": CANNOT_CLIMB})
             else:
                 progress.since_best += 1
@@ -445,11 +467,5 @@ def caption_split(
 def _delivered_captioner(folder: RunFolder) -> Captioner:
     """The captioner that a run delivers, with a backbone only if the run has trained the backbone."""
     config = folder.config
-    model = build_model(config.model, folder.metadata.sizes)
-    load_weights(model, folder.delivered_weights("model"))
-    weights = folder.delivered_weights("backbone") if config.has_backbone else None
-    if weights is None or weights.parent == folder.path / "init":
-        return Captioner(model)
-    backbone = Backbone(config.backbone, with_weights=False)
-    load_weights(backbone, weights)
-    return Captioner(model, backbone.to(memory_format=torch.channels_last))
+    has_trained = config.has_backbone and folder.delivered_weights("backbone").parent != folder.path / "init"
+    return _loaded(folder, config.backbone if has_trained else None, folder.delivered_weights)

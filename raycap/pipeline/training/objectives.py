@@ -40,10 +40,9 @@ from raycap.pipeline.config.sections import ScstSection, StageSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.training.batches import Batch
-from raycap.pipeline.training.rewards.reward import CIDER_D, CiderDReward, WeightedReward
+from raycap.pipeline.training.rewards.reward import CiderDReward, WeightedReward
 
 DEVIATION_EPS = 1e-4  # avoids division by 0, and is small beside CIDEr-D's standard deviation of 0.1 to 1
-MIN_GROUND_TRUTH = 0.05  # `check_reward` refuses data whose ground-truth captions have a lower CIDEr-D
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,16 @@ Objective = Callable[[nn.Module, Captioner, Batch, torch.Generator], StepOutput]
 
 
 def make_objective(
-    stage: StageSection,
-    captioner: Captioner,
-    train: Dataset,
-    vocabulary: Vocabulary,
-    language: str,
-) -> tuple[Objective, WeightedReward | None]:
-    """The objective of a stage, and the reward if the stage is SCST, else None.
+    stage: StageSection, captioner: Captioner, train: Dataset, vocabulary: Vocabulary, language: str
+) -> Objective:
+    """The objective of a stage.
 
     train: the stage's training images. captioner: has the weights that the stage starts from, on the stage's device. If
     `kl` is set, the objective copies these weights, so a resumed stage must call this function before it restores its
     checkpoint. language: the language of the captions.
     """
     if stage.objective == "cross_entropy":
-        return cross_entropy_objective(stage), None
+        return cross_entropy_objective(stage)
     section, device = stage.sampling, next(captioner.parameters()).device
     cider_d = CiderDReward(
         train.texts_by_image(vocabulary.tokenizer),
@@ -93,7 +88,7 @@ def make_objective(
     captions = train.table["captions"].combine_chunks()  # a row of one chunk is found faster than one of many
     reward = WeightedReward(section.reward, cider_d, lambda row: captions[row].as_py(), vocabulary, language)
     reference = copy.deepcopy(captioner).eval().requires_grad_(False) if section.kl else None
-    return scst_objective(stage, reward, vocabulary.pad, reference), reward
+    return scst_objective(stage, reward, vocabulary.pad, reference)
 
 
 def cross_entropy_objective(stage: StageSection) -> Objective:
@@ -108,12 +103,7 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
     return compute
 
 
-def scst_objective(
-    stage: StageSection,
-    reward: Reward,
-    pad: int,
-    reference: Captioner | None = None,
-) -> Objective:
+def scst_objective(stage: StageSection, reward: Reward, pad: int, reference: Captioner | None = None) -> Objective:
     """Self-critical sequence training as described at the top of this file.
 
     reference: the reference model of `kl`, in evaluation mode. The reference needs memory for its weights, and adds a
@@ -123,12 +113,11 @@ def scst_objective(
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
         eos = captioner.model.sizes.eos
-        images = batch.images
         tokens, logits, greedy_tokens = _sample_captions(wrapped, captioner, batch, section, generator)
-        sums, summands = reward(tokens, images.repeat_interleave(section.num_samples))
-        rewards = sums.view(-1, section.num_samples)
-        advantage = advantages_of(rewards, section, None if greedy_tokens is None else reward(greedy_tokens, images)[0])
-        advantage = advantage.reshape(-1)
+        weighted_sums, summands = reward(tokens, batch.images.repeat_interleave(section.num_samples))
+        rewards = weighted_sums.view(-1, section.num_samples)
+        greedy_rewards = None if greedy_tokens is None else reward(greedy_tokens, batch.images)[0]
+        advantage = advantages_of(rewards, section, greedy_rewards).reshape(-1)
 
         scored_tokens = tokens if section.eos_in_loss else tokens.masked_fill(tokens == eos, pad)
         if logits is None:
@@ -181,32 +170,6 @@ def advantages_of(rewards: Tensor, section: ScstSection, greedy_rewards: Tensor 
     if section.divide_by_deviation:
         return advantages / (rewards.std(1, correction=0, keepdim=True) + DEVIATION_EPS)
     return advantages
-
-
-def check_reward(stage: StageSection, reward: WeightedReward) -> str:
-    """Checks a reward on ground-truth captions. Returns a line for the log with their CIDEr-D and SCST's signature.
-
-    Raises ValueError if ground truth scores near zero, because SCST then has nothing to optimize. Also raises
-    ValueError if CIDEr-D should reward EOS, but has the same value without EOS.
-    """
-    text = f"SCST {stage.sampling.signature}"
-    ground_truth = reward.cider_d.ground_truth
-    if ground_truth is None:
-        return f"{text}; no image has two captions, so ground truth cannot be scored against the others"
-    with_eos, without_eos = ground_truth
-    if with_eos < MIN_GROUND_TRUTH:
-        raise ValueError(
-            f"stage {stage.name}: ground-truth captions score {with_eos:.4f} against the other captions of their "
-            "image: these captions have nothing in common, or belong to other images; check the data"
-        )
-    text += f"; ground truth scores {with_eos:.3f} against its image's other captions"
-    if not stage.sampling.eos_in_reward or CIDER_D not in stage.sampling.reward:
-        return text
-    if without_eos == with_eos:
-        raise ValueError(
-            f"stage {stage.name}: captions score {with_eos:.4f} with EOS and without it; it is not rewarded"
-        )
-    return f"{text}, {without_eos:.3f} without EOS"
 
 
 def _sample_captions(
@@ -280,10 +243,10 @@ def smoothed_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float) ->
 
     logits (P, V) of any float dtype and targets (P,) int64, at the positions that have a target.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores = _at_least_float32(logits)
     if smoothing == 0:
-        return F.cross_entropy(logits, targets, reduction="sum")
-    log_probs = logits.log_softmax(-1)
+        return F.cross_entropy(scores, targets, reduction="sum")
+    log_probs = scores.log_softmax(-1)
     rest = smoothing / (logits.shape[-1] - 1)  # the probability of each class that is not the target
     of_target = log_probs.gather(-1, targets[:, None]).squeeze(-1)
     # The sum over all classes gives the target the weight `rest`, so the first term adds only the difference.
@@ -299,8 +262,8 @@ def caption_log_probs(logits: Tensor, tokens: Tensor, pad: int) -> Tensor:
     logits, else float32.
     """
     targets = tokens[:, 1:]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    log_probs = logits.gather(-1, targets[..., None]).squeeze(-1) - logits.logsumexp(-1)
+    scores = _at_least_float32(logits)
+    log_probs = scores.gather(-1, targets[..., None]).squeeze(-1) - scores.logsumexp(-1)
     return (log_probs * (targets != pad)).sum(-1)
 
 
@@ -320,7 +283,11 @@ def caption_divergences(logits: Tensor, reference_logits: Tensor, tokens: Tensor
     tokens: (R, T + 1). logits, reference_logits: (R, T, V), for tokens[:, :-1]. Returns (R,), float64 for float64
     logits, else float32.
     """
-    log_p = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-    log_q = (reference_logits if reference_logits.dtype == torch.float64 else reference_logits.float()).log_softmax(-1)
+    log_p = _at_least_float32(logits).log_softmax(-1)
+    log_q = _at_least_float32(reference_logits).log_softmax(-1)
     divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
     return (divergences * (tokens[:, 1:] != pad)).sum(-1)
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()

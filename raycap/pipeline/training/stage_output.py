@@ -17,6 +17,7 @@ import pickle
 import re
 import shutil
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -86,7 +87,7 @@ class StageOutput:
         self._journal_pool = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._journal_pending: Future[None] | None = None
         self._journal_uploaded_at = -math.inf
-        self._best_steps: list[int] = []  # best steps of the newest checkpoints, the newest last
+        self._best_steps = deque[int](maxlen=NUM_CHECKPOINTS)  # of the newest checkpoints that this object has written
 
     def check_may_write(self) -> None:
         """Raises AbandonedError if another driver has taken over the run.
@@ -102,11 +103,7 @@ class StageOutput:
         return max((step for step, _ in self._numbered("step-")), default=0)
 
     def restore(
-        self,
-        step: int,
-        captioner: Captioner,
-        optimizer: torch.optim.Optimizer,
-        average: WeightAverage | None = None,
+        self, step: int, captioner: Captioner, optimizer: torch.optim.Optimizer, average: WeightAverage | None = None
     ) -> Progress:
         """Restores the checkpoint of a step, and returns the progress. At step 0, there is nothing to restore.
 
@@ -170,7 +167,9 @@ class StageOutput:
             self._raise_journal_error()
             self.wait()
             tensors = {"captioner": captioner.state_dict(), "optimizer": optimizer.state_dict()}
-            state = _copied_to_cpu(tensors | ({} if average is None else {"average": average.weights}))
+            if average is not None:
+                tensors["average"] = average.weights
+            state = _copied_to_cpu(tensors)
             record = {"identity": self.identity, **asdict(progress)}
             self._pending = self._pool.submit(self._write_checkpoint, state, record)
 
@@ -201,8 +200,8 @@ class StageOutput:
         self.check_may_write()
         self._remove_best_before(result.best_step)
         write_json(self.path / "DONE.json", asdict(result))
-        for old in (*(path for _, path in self._numbered("step-")), *self.path.glob(".*.tmp")):
-            shutil.rmtree(old, ignore_errors=True)
+        for left in (*self.path.glob("step-*"), *self.path.glob(".*.tmp")):
+            shutil.rmtree(left, ignore_errors=True)
         self._upload()
         self.log("done", result.steps, {"text": text})
         self._upload_journal()
@@ -233,7 +232,7 @@ class StageOutput:
             self.check_may_write()  # last, because the checkpoint becomes visible at the end of this block
         for _, old in self._numbered("step-")[:-NUM_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
-        self._best_steps = [*self._best_steps, record["best_step"]][-NUM_CHECKPOINTS:]
+        self._best_steps.append(record["best_step"])
         if len(self._best_steps) == NUM_CHECKPOINTS:  # otherwise an earlier process's checkpoint may need them
             self._remove_best_before(min(self._best_steps))
         self._upload()
@@ -246,10 +245,12 @@ class StageOutput:
 
     def _numbered(self, prefix: str) -> list[tuple[int, Path]]:
         """The stage's folders whose names are the prefix and a number, as (number, folder) in ascending order."""
-        numbered = [(path.name.removeprefix(prefix), path) for path in self.path.glob(f"{prefix}[0-9]*")]
-        return sorted(
-            (int(number), path) for number, path in numbered if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir()
-        )
+        found = []
+        for path in self.path.glob(f"{prefix}[0-9]*"):
+            number = path.name.removeprefix(prefix)
+            if re.fullmatch(r"0|[1-9][0-9]*", number) and path.is_dir():
+                found.append((int(number), path))
+        return sorted(found)
 
     def _raise_journal_error(self) -> None:
         """Raises the error of the last background upload. Uploads are repeated, so the storage's errors are ignored."""

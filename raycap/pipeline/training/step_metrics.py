@@ -47,9 +47,8 @@ class StepMetrics:
         """
         device, keys = self.context.device, sorted(self.sums)
         wait_s = torch.tensor(self.wait_s, dtype=torch.float64, device=device)
-        *sums, total_wait_s = sum_over_ranks(
-            self.context, torch.stack([*(self.sums[key] for key in keys), wait_s])
-        ).tolist()
+        shares = torch.stack([*(self.sums[key] for key in keys), wait_s])
+        *sums, total_wait_s = sum_over_ranks(self.context, shares).tolist()
         elapsed = time.monotonic() - self.begin  # after `tolist`, which waits for the device
         means = {key: value / self.steps for key, value in zip(keys, sums, strict=True)}
         reward_sq_mean = means.pop("reward_sq_mean", None)
@@ -77,20 +76,22 @@ class FiniteCheck:
     def __init__(self, stage: str, rank: int, *, defers: bool) -> None:
         """defers: if true, only `require` checks numbers, as on a GPU."""
         self.stage, self.rank, self.defers = stage, rank, defers
-        self._kept: list[tuple[int, dict[str, Tensor]]] = []  # the numbers of each step by their name
+        self._kept: list[tuple[int, str, Tensor]] = []  # step, name and value of each number
 
     def add(self, step: int, numbers: dict[str, Tensor]) -> None:
         """Adds the scalars of a step. numbers: by the name that the error gives them."""
-        self._kept.append((step, numbers))
+        self._kept += [(step, name, number) for name, number in numbers.items()]
         if not self.defers:
             self.require()
 
     def require(self) -> None:
         """Raises DivergedError if a number added since the last call is not finite. The message names the first."""
         kept, self._kept = self._kept, []
-        names = [(step, name) for step, numbers in kept for name in numbers]
-        values = [number.detach().double() for _, numbers in kept for number in numbers.values()]
-        for (step, name), value in zip(names, torch.stack(values).tolist() if values else [], strict=True):
+        if not kept:
+            return
+        # The numbers are read together, because each reading makes the processor wait for a GPU.
+        values = torch.stack([number.detach().double() for _, _, number in kept]).tolist()
+        for (step, name, _), value in zip(kept, values, strict=True):
             if not math.isfinite(value):
                 raise DivergedError(
                     f"the {name} is {value} in stage {self.stage}, step {step}, rank {self.rank}; "

@@ -13,6 +13,7 @@ from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.pipeline.evaluation.captioning.search import caption_energies
+from tests.support.models import select_images
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=8, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "dropout": 0.5}
@@ -68,7 +69,7 @@ def test_energies_against_a_plain_loop(config: ModelConfig) -> None:
         assert model.training and found.shape == (7,) and found.dtype == torch.float64
         model.eval()
         for row, (caption, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-            alone = memory.select(torch.tensor([row]))
+            alone = select_images(memory, torch.tensor([row]))
             assert float(found[row]) == pytest.approx(plain_energy(model, alone, caption[:length], count), abs=1e-9)
         model.train()
 

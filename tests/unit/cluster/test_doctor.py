@@ -36,17 +36,18 @@ def config_of(folder: Path, **changes: Any) -> RunConfig:
     return load_config(path)
 
 
-def found(config: RunConfig | None, *, on_cluster: bool = False) -> dict[str, Finding]:
+def found(config: RunConfig, *, on_cluster: bool = False) -> dict[str, Finding]:
     return {finding.name: finding for finding in check_machine(config, on_cluster)}
 
 
 def test_a_torchvision_from_another_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(None)["torch"].level == "ok"
+    config = config_of(tmp_path)
+    assert found(config)["torch"].level == "ok"
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
-    broken = found(None)["torch"]
+    broken = found(config)["torch"]
     assert broken.level == "fail" and "nms does not exist" in broken.text and "one place" in broken.remedy
 
 
@@ -133,7 +134,7 @@ LARGE: Resources = {"CPU": 8.0, "GPU": 1.0}
     [((HEAD, LARGE, LARGE), ("ok", "ok")), ((HEAD, LARGE), ("ok", "warn")), ((HEAD,), ("warn", "warn"))],
 )
 def test_what_a_stage_asks_for(resources: Sequence[Resources], levels: tuple[str, str]) -> None:
-    status = ClusterStatus(resources, used=0.0, pending=[], num_starting=0)
+    status = ClusterStatus(resources, pending=[], num_starting=0)
     there, fits = doctor.has_workers(status), doctor.stage_fits(status, "training", [LARGE, LARGE])
     assert (there.level, fits.level) == levels and fits.text.startswith("training asks for 2 x (8 CPU + 1 GPU)")
     assert all(bool(finding.remedy) == (finding.level != "ok") for finding in (there, fits))
@@ -143,9 +144,9 @@ def test_the_findings_of_several_nodes(tmp_path: Path, monkeypatch: pytest.Monke
     """Each check is said once, with the nodes that have a problem and the worst level."""
     expected = doctor.versions()
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    good = doctor.check_node(expected, (0.0, True), (StoragePath(str(tmp_path)), ""))
+    good = doctor.check_node(expected, 0.0, True, StoragePath(str(tmp_path)), "")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**30))
-    bad = doctor.check_node(expected | {"torch": "2.9.0"}, (1.0, True), (StoragePath("/proc/raycap"), ""))
+    bad = doctor.check_node(expected | {"torch": "2.9.0"}, 1.0, True, StoragePath("/proc/raycap"), "")
     merged = list(doctor.merged({"n0": good, "n1": bad, "n2": bad}))
     problems = {finding.name: finding for finding in merged if finding.level != "ok"}
     failed = {name for name, finding in problems.items() if finding.level == "fail"}

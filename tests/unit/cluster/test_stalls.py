@@ -16,7 +16,7 @@ from raycap.pipeline.cluster.stalls import SIGNAL, StalledError, StallWatch
 from raycap.pipeline.config.sections import WorkersSection
 
 WORKERS = WorkersSection(max_stall_minutes=10)
-PENDING = ClusterStatus(nodes=[{"CPU": 1}], used=1.0, pending=[{"CPU": 8}], num_starting=0)
+PENDING = ClusterStatus(nodes=[{"CPU": 1}], pending=[{"CPU": 8}], num_starting=0)
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_progress_postpones_report_and_end(
 
 
 def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
-    values = {"used": 0.0, "pending": [], "num_starting": 0}
+    values = {"pending": [], "num_starting": 0}
     return ClusterStatus(nodes=nodes, **values | changes)  # type: ignore[arg-type]
 
 

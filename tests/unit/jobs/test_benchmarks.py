@@ -25,7 +25,6 @@ def benchmark(name: str, *options: str) -> str:
     [
         ("models", "--images 1 --repeats 1", "rows within 0.03"),
         ("train", "--repeats 1", "5 captions per image over pairs"),
-        ("caption", "--images 1 --repeats 1", "image files, bfloat16"),
         ("reward", "", "largest difference"),
         ("metrics", "--images 200 --repeats 1", "largest difference"),
         ("extract", "--count 32 --image-size 64 --batch-size 8", "ratio"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raycap.jobs.train import _trainer
-from raycap.pipeline.cluster.capacity import readable
+from raycap.pipeline.cluster.capacity import amounts
 from raycap.pipeline.cluster.start import (
     check_address,
     check_resources,
@@ -47,8 +47,8 @@ def test_workers_ask_for_further_resources(tmp_path: Path) -> None:
     assert trainer.scaling_config.resources_per_worker == worker
     options = {"num_cpus": 1, "num_gpus": 0, "resources": {"accelerator_type:A100": 0.001}, "memory": 2.4e10}
     assert config.workers.task_options == options
-    assert readable(worker) == "1 CPU + 0.001 accelerator_type:A100"
-    assert readable({"CPU": 2, "node:10.0.0.1": 1, "CPU_group_1a": 1, "object_store_memory": 1e9}) == "2 CPU"
+    assert amounts(worker) == "1 CPU + 0.001 accelerator_type:A100"
+    assert amounts({"CPU": 2, "node:10.0.0.1": 1, "CPU_group_1a": 1, "object_store_memory": 1e9}) == "2 CPU"
     with pytest.raises(
         UserError, match="training asks for 0.002 accelerator_type:A100 in all, .* has at most 0; lower"
     ):

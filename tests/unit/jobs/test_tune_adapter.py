@@ -149,7 +149,7 @@ def test_an_error_is_read_as_text(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
     """Sets the time of the adapter, in minutes from now. The cluster waits for one worker."""
-    status = ClusterStatus(nodes=[{"CPU": 1.0}], used=1, pending=[{"CPU": 1.0}], num_starting=0)
+    status = ClusterStatus(nodes=[{"CPU": 1.0}], pending=[{"CPU": 1.0}], num_starting=0)
     monkeypatch.setattr("raycap.pipeline.cluster.stalls.cluster_status", lambda: status)
     begin = module.time.monotonic()
     yield lambda minutes: monkeypatch.setattr(module.time, "monotonic", lambda: begin + 60 * minutes)

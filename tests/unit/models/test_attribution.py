@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raycap.models.base import Cache, CaptionModel, Features, Memory
+from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
+from raycap.models.decoding.cache import TreeCache
 from raycap.models.explain.attribution import integrated_gradients
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
@@ -45,10 +46,10 @@ class Linear(CaptionModel):
         logits[..., 4] = score
         return logits
 
-    def init_cache(self, memory: Memory, beams: int) -> Cache:
+    def init_cache(self, memory: Memory, beams: int) -> TreeCache:
         raise NotImplementedError
 
-    def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+    def step(self, tokens: Tensor, cache: TreeCache) -> tuple[Tensor, TreeCache]:
         raise NotImplementedError
 
 

@@ -215,7 +215,7 @@ def test_regions_count_as_a_set_with_boxes(clusters: str) -> None:
     longer = model.encode(Features(padded, lengths, torch.nn.functional.pad(boxes, (0, 0, 0, 4), value=0.5)))
     exact(longer.states[:, :5], memory.states)
     exact(model.decode(longer, tokens), model.decode(memory, tokens))
-    assert longer.boxes is not None and longer.lengths is lengths
+    assert longer.lengths is lengths
     if clusters != "none":
         assert not torch.equal(model.encode(Features(features, boxes=boxes.flip(1))).states, memory.states)
         with pytest.raises(ValueError, match="these features have none; import region features with"):

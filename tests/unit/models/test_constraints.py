@@ -19,6 +19,7 @@ from tests.support.models import (
     features_for,
     follow,
     log_probabilities,
+    select_images,
     texts,
     tiny,
 )
@@ -116,7 +117,7 @@ def test_any_model_and_an_ensemble_hold_their_constraints() -> None:
             index = torch.tensor([image])
             alone = constrained_beam_search(
                 chosen,
-                [m.select(index) for m in memories],
+                [select_images(m, index) for m in memories],
                 [machines[image]],
                 beam_size=3,
                 max_length=12,

@@ -18,6 +18,7 @@ from tests.support.models import (
     MIXERS,
     SIZES,
     exact,
+    select_images,
     small_model,
 )
 
@@ -64,7 +65,7 @@ def test_whole_models_equal_their_materialized_form_and_its_gradient(mixers: dic
     tokens = torch.randint(3, 11, (6, 6))
     slow = MaterializedModel(model)
     memory = slow.encode(Features(features, lengths))
-    rows = memory.select(torch.arange(3).repeat_interleave(2))
+    rows = select_images(memory, torch.arange(3).repeat_interleave(2))
     gradients = []
     for logits in (model(Features(features, lengths), tokens), slow.decode(rows, tokens)):
         model.zero_grad()

@@ -27,7 +27,7 @@ from raycap.models.decoding.search import (
     nucleus,
     sample,
 )
-from tests.support.models import SIZES, features_for, log_probabilities, texts, tiny
+from tests.support.models import SIZES, features_for, log_probabilities, select_images, texts, tiny
 
 SOS, EOS = 0, 1
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_every_system_keeps_the_rules_in_beams_constraints_and_samples(name: str
             for length in range(1, len(tokens)):
                 assert tokens[length] in allowed_words(tokens[:length], rules, SIZES.vocabulary_size, 10)
     for image in range(4):
-        alone = memory.select(torch.tensor([image]))
+        alone = select_images(memory, torch.tensor([image]))
         assert texts(beam_search(model, alone, **options, rules=rules), 0) == texts(every[0], image)
         again = sample(model, alone, num_samples=3, max_length=10, rules=drawn, draws=image_draws([image], 3, 10))
         assert texts(again, 0) == texts(every[3], image)

@@ -114,10 +114,8 @@ def test_special_files_and_strange_names_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sentences", "kind", "text"),
     [
-        ([{"raw": "a cat"}, {"raw": "A cat."}], "warning", "repeat one of their own"),
         ([{"raw": "a cat"}, {"raw": " . "}], "warning", "1 captions are empty"),
         ([{"raw": "a cat"}, {"raw": "word " * 100}], "warning", "1 captions have more than 60 words"),
-        ([{"raw": "a cat"}, {"raw": "\x00\x01\x02"}], "warning", "control or replacement"),
         ([{"raw": "a cat"}, {"raw": 3}], "error", "captions are not text"),
         ([{"raw": "  "}], "error", "no caption with a word"),
     ],

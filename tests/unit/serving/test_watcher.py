@@ -164,7 +164,7 @@ def test_the_models_of_a_server(bundles: list[Path], tmp_path: Path) -> None:
 def test_a_server_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYCAP_SERVE_TOKEN", raising=False)
     assert server_token("127.0.0.1", False) is None and server_token("0.0.0.0", True) is None
-    for host, words in (("0.0.0.0", "on 0.0.0.0"), ("", "on "), (None, "in a cluster")):
+    for host, words in (("0.0.0.0", "on 0.0.0.0"), ("", "on "), ("a cluster", "on a cluster")):
         with pytest.raises(UserError, match=f"a server {words} can be reached by other machines and needs a token"):
             server_token(host, False)
     monkeypatch.setenv("RAYCAP_SERVE_TOKEN", "abcdefgh12345678")

@@ -240,10 +240,10 @@ def test_the_gradient_passes_through_stochastic_depth(checkpointing: bool, recor
     """The stage is end to end. The backbone runs once, even if its activations are computed again for the gradient."""
     captioner = make_captioner(SYSTEMS["expansionnet_v2"], SWIN)
     assert captioner.backbone is not None
-    captioner.backbone.set_gradient_checkpointing(checkpointing)
+    captioner.backbone.network.set_grad_checkpointing(checkpointing)
     output, batch = run_objective(captioner)
     ours = gradients(captioner)
-    captioner.backbone.set_gradient_checkpointing(False)
+    captioner.backbone.network.set_grad_checkpointing(False)
     captioner.zero_grad()
     loss, _ = slow_loss(captioner, batch, recorded[0].drawn, ScstSection())
     loss.backward()

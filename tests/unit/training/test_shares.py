@@ -20,6 +20,7 @@ from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training import objectives
 from raycap.pipeline.training.batches import Batches, CaptionTokens, share
 from raycap.pipeline.training.objectives import Objective, cross_entropy_objective, scst_objective
+from tests.support.models import select_images
 
 NUM_IMAGES = 17
 WORDS = ("PAD", "SOS", "EOS", "a", "b", "c", "d")
@@ -79,7 +80,7 @@ def sample_by_image(model: Any, memory: Memory, *, generator: object, **limits: 
     """Samples with random numbers that depend on the image alone, not on its place in a batch."""
     captions = []
     for index in range(memory.batch_size):
-        alone = memory.select(torch.tensor([index]))
+        alone = select_images(memory, torch.tensor([index]))
         seed = int(alone.states.abs().sum() * 1e6)
         tokens = decoding.sample(model, alone, generator=torch.Generator().manual_seed(seed), **limits).tokens
         captions.append(torch.nn.functional.pad(tokens, (0, limits["max_length"] - tokens.shape[-1]), value=PAD))

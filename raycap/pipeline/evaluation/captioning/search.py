@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raycap.models.base import CaptionModel, Memory, evaluating, hooked, valid_tokens
+from raycap.models.base import CaptionModel, Memory, evaluating, valid_tokens
 from raycap.models.captioner import Captioner
 from raycap.models.config import Values
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
@@ -292,7 +292,8 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     tokens = tokens[:, : model.sizes.max_positions]
     sizes = model.sizes
     states: list[Tensor] = []  # the input of the output layer: the decoder's last states (B, T, D)
-    with evaluating(model), hooked([cast(nn.Module, model.lm_head)], lambda _, inputs: states.append(inputs[0])):
+    output = cast(nn.Module, model.lm_head)
+    with evaluating(model), output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
     ended = (tokens == sizes.eos).cumsum(1) > 0  # True from EOS on
     counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)

@@ -90,15 +90,9 @@ def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]
     return rows
 
 
-def report_images(
-    result: SplitScores, part: Dataset, options: StorageOptions, other: SplitScores | None = None, name: str = "other"
-) -> list[ReportImage]:
-    """The captioned images of a split, with their captions, references and scores.
-
-    other: the result of another model, whose captions are shown as alternatives under `name`.
-    """
+def report_images(result: SplitScores, part: Dataset, options: StorageOptions) -> list[ReportImage]:
+    """The captioned images of a split, with their captions, references and scores."""
     scores, captions = result.cider_by_image, result.captions
-    others = {} if other is None else other.captions
     rows = zip(*(part.column(column) for column in ("image_id", "uri", "key", "captions")), strict=True)
     return [
         ReportImage(
@@ -108,7 +102,6 @@ def report_images(
             references=references,
             score=scores.get(image),
             split=result.split,
-            alternatives={name: others[image]} if image in others else {},
             key=key,
         )
         for image, uri, key, references in rows

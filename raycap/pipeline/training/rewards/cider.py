@@ -95,18 +95,8 @@ class CiderD:
         squares[grams.caption, grams.column] = weight.square()
         norm = squares.view(len(captions), -1, N_MAX).sum(1).sqrt()  # (R, n)
 
-        # Match each n-gram of a caption with every reference of its image that contains it. Match i consists of the
-        # n-gram matched_gram[i] of `grams` and the entry matched_entry[i] of the index.
         gram = in_references.nonzero().squeeze(1)
-        pair, matches = self._find_pairs(take(images, take(grams.caption, gram)), take(ngram, gram))
-        gram, pair = gram[matches], pair[matches]
-        starts = take(index["pair_start"], pair).long()
-        counts = take(index["pair_start"], pair + 1).long() - starts
-        matched_gram = gram.repeat_interleave(counts)
-        first_match = counts.cumsum(0) - counts  # the number of the first match of each element of `gram`
-        number = torch.arange(len(matched_gram), device=gram.device)
-        matched_entry = number + (starts - first_match).repeat_interleave(counts)
-
+        matched_gram, matched_entry = self._matches(gram, take(ngram, gram), take(images, take(grams.caption, gram)))
         reference_weight = take(index["entry_times"], matched_entry) * take(idf, matched_gram)
         product = torch.minimum(take(weight, matched_gram), reference_weight) * reference_weight
         caption, order = take(grams.caption, matched_gram), take(grams.column, matched_gram) % N_MAX
@@ -120,6 +110,21 @@ class CiderD:
         )
         num_references = take(index["reference_offset"], images + 1).long() - first_reference
         return matched / N_MAX / num_references.clamp(min=1) * 10.0
+
+    def _matches(self, gram: Tensor, ngram: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Matches n-grams of captions with every reference of their image that contains them.
+
+        gram, ngram, images (n,): an n-gram's number in `Grams`, its number in the index, and its image. Returns the
+        number in `Grams` (m,) and the entry of the index (m,) of each match.
+        """
+        pair, exists = self._find_pairs(images, ngram)
+        found_gram, found_pair = gram[exists], pair[exists]
+        starts = take(self._tensors["pair_start"], found_pair).long()
+        counts = take(self._tensors["pair_start"], found_pair + 1).long() - starts
+        matched_gram = found_gram.repeat_interleave(counts)
+        first_match = counts.cumsum(0) - counts  # the number of the first match of each found n-gram
+        number = torch.arange(len(matched_gram), device=gram.device)
+        return matched_gram, number + (starts - first_match).repeat_interleave(counts)
 
     def _find_pairs(self, images: Tensor, ngram: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the pair of image images[i] and n-gram ngram[i]. Returns the pairs' numbers, and whether each exists.
@@ -153,16 +158,17 @@ def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
     # id, so that padding equals nothing.
     padded = words.where(inside, -1 - torch.arange(width, device=words.device)).t().int().contiguous()  # (T, R)
     same_word = padded[:, None] == padded[None]  # (T, T, R); for captions this is faster than sorting
-    same = same_word  # True where the n-grams of the current order at two positions are equal
+    same = same_word  # (S, S, R): True where the n-grams that start at two of the S = T - n + 1 positions are equal
     # (T, T, 1): True where the second position is before the first position
     is_before = torch.ones(width, width, dtype=torch.bool, device=words.device).tril(-1)[:, :, None]
     parts = [(words.new_zeros(0),) * 4]
-    for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):
+    for order, key in enumerate(_ngram_keys(words, bigrams)[:width]):  # order: n - 1
         if order:  # two n-grams are equal when their (n-1)-grams and their last words are equal
             same = same[:-1, :-1] & same_word[order:, order:]
-        starts = width - order
-        earlier = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)
-        first = (inside[:, order:] & (earlier == 0).t()).flatten().nonzero().squeeze(1)
+        starts = width - order  # S
+        num_before = (same & is_before[:starts, :starts]).sum(1, dtype=torch.int32)  # (S, R)
+        is_first = inside[:, order:] & (num_before == 0).t()  # (R, S)
+        first = is_first.flatten().nonzero().squeeze(1)  # caption * S + start of the first n-gram of each kind
         times = same.sum(1, dtype=torch.int32).t().flatten()
         column = first % starts * N_MAX + order
         parts.append((first // starts, column, take(key.flatten(), first), take(times, first)))
@@ -187,10 +193,10 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
     pairs = bigram_keys(words[:, :-1], words[:, 1:])
     number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
     number = number.where(in_table, -1)
-    first, last = number[:, :-1], words[:, 2:]
-    three = ((first << 30 | last) << 2 | 2).where(first >= 0, -1)
-    first, last = number[:, :-2], number[:, 2:]
-    four = ((first << 30 | last) << 2 | 3).where((first >= 0) & (last >= 0), -1)
+    first, last_word = number[:, :-1], words[:, 2:]
+    three = ((first << 30 | last_word) << 2 | 2).where(first >= 0, -1)
+    first_two, last_two = number[:, :-2], number[:, 2:]
+    four = ((first_two << 30 | last_two) << 2 | 3).where((first_two >= 0) & (last_two >= 0), -1)
     return [words << 2, pairs, three, four]
 
 
@@ -238,8 +244,9 @@ def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor)
     while len(pending):
         following = take(position, pending) + 1
         position[pending] = following
-        present[pending] = hit = take(keys, following) == take(values, pending)
-        pending = pending[~hit & (following + 1 < take(end, pending))]
+        is_hit = take(keys, following) == take(values, pending)
+        present[pending] = is_hit
+        pending = pending[~is_hit & (following + 1 < take(end, pending))]
     return position, present
 
 
@@ -274,29 +281,12 @@ def by_length(lengths: Tensor) -> Iterator[tuple[Tensor, int]]:
 
     Yields (row numbers, longest length) of each part, the longest captions first.
     """
-    order = lengths.argsort(stable=True)
-    while len(order):
-        longest = int(lengths[order[-1]])
-        rows = min(_ROWS, max(1, _PAIRS // max(longest, 1) ** 2))
-        yield order[-rows:], longest
-        order = order[:-rows]
-
-
-class Ragged:
-    """Captions of different lengths: all their words in one array (W,) int64, and the length of each (C,) int64."""
-
-    def __init__(self, words: np.ndarray, lengths: np.ndarray) -> None:
-        self.words, self.lengths = words, lengths
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Batches of captions of similar length: their numbers (R,), their padded words (R, T), their lengths (R,)."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        for numbers, width in by_length(torch.from_numpy(self.lengths)):
-            rows = numbers.numpy()
-            # Positions after the end of a caption point to words of other captions, which serve as padding.
-            positions = starts[rows, None] + np.arange(width)
-            words = self.words[np.minimum(positions, max(len(self.words) - 1, 0))] if width else positions
-            yield numbers, torch.from_numpy(words), torch.from_numpy(self.lengths[rows])
+    remaining = lengths.argsort(stable=True)  # row numbers
+    while len(remaining):
+        longest = int(lengths[remaining[-1]])
+        num_rows = min(_ROWS, max(1, _PAIRS // max(longest, 1) ** 2))
+        yield remaining[-num_rows:], longest
+        remaining = remaining[:-num_rows]
 
 
 def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_documents: bool = False) -> CiderD:
@@ -308,32 +298,26 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
     caption_documents: if true, document frequencies count captions instead of images, as in the meshed-memory
     transformer's reward.
     """
-    captions, counts = _captions(references)
-    lengths = captions.lengths
-    bigrams = HashTable.of(_distinct(_bigrams(captions))[0])
-    slot, key, times = _entries(captions, bigrams)
-    keys, ngram = _distinct(key)
-    del key
+    words, lengths, counts = _captions(references)
+    bigrams = HashTable.of(_distinct(_bigrams(words, lengths))[0])
+    slot, times, keys, ngram = _entries(words, lengths, bigrams)
     num_ngrams = max(len(keys), 1)
-    log_documents = math.log(max(len(lengths) if caption_documents else len(counts), 1))
+    num_documents = len(lengths) if caption_documents else len(counts)
+    log_documents = math.log(max(num_documents, 1))
 
     # An entry is one n-gram of one caption, and a pair is one n-gram of one image.
     image_of_caption = np.repeat(np.arange(len(counts)), counts)
-    pair = image_of_caption[slot // N_MAX] * num_ngrams + ngram
-    order = np.argsort(pair, kind="stable").astype(index_type(len(pair)))
-    pair = pair[order]
-    start = np.flatnonzero(_is_first(pair))  # the position of each pair's first entry
-    pair_image, pair_ngram = np.divmod(pair[start], num_ngrams)
-    del pair
+    order, start = _grouped(image_of_caption[slot // N_MAX] * num_ngrams + ngram)  # entries by pair
+    first_entry = order[start]
+    pair_image, pair_ngram = image_of_caption[slot[first_entry] // N_MAX], ngram[first_entry]
 
     frequency = np.bincount(ngram if caption_documents else pair_ngram, minlength=len(keys))
     idf = log_documents - np.log(np.maximum(frequency, 1))
     norm = np.sqrt(np.bincount(slot, (idf[ngram] * times) ** 2, minlength=len(lengths) * N_MAX))
-    del ngram
 
-    pairs = np.bincount(pair_image, minlength=len(counts))
+    pairs = np.bincount(pair_image, minlength=len(counts))  # of each image
     first_pair = np.cumsum(pairs) - pairs
-    bucket = first_pair[pair_image] + pair_ngram * pairs[pair_image] // num_ngrams
+    bucket = first_pair[pair_image] + pair_ngram * pairs[pair_image] // num_ngrams  # see `_find_pairs`
     in_bucket = np.bincount(bucket, minlength=len(start))
     first_caption = np.cumsum(counts) - counts
     reference = np.arange(len(lengths)) - first_caption[image_of_caption]  # each caption's number in its image
@@ -353,38 +337,51 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
     return CiderD(tensors, bigrams, HashTable.of(keys), log_documents)
 
 
-def _captions(references: Iterable[Sequence[Sequence[int]]]) -> tuple[Ragged, np.ndarray]:
-    """The captions of all images, and the number of captions of each image (I,) int64."""
+def _captions(references: Iterable[Sequence[Sequence[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All words (W,) of all captions, the length of each caption (C,), and each image's number of captions (I,)."""
     words, lengths, counts = array("i"), array("i"), array("i")
     for image in references:
         for caption in image:
             words.extend(caption)
             lengths.append(len(caption))
         counts.append(len(image))
-    return Ragged(np.array(words, np.int64), np.array(lengths, np.int64)), np.array(counts, np.int64)
+    return np.array(words, np.int64), np.array(lengths, np.int64), np.array(counts, np.int64)
 
 
-def _bigrams(captions: Ragged) -> np.ndarray:
-    """The keys of the 2-grams of all captions."""
-    follows = np.ones(len(captions.words), bool)  # True where the next word belongs to the same caption
-    follows[np.cumsum(captions.lengths[captions.lengths > 0]) - 1] = False
+def _bigrams(words: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The keys of the 2-grams of all captions. The arguments are those of `_captions`."""
+    follows = np.ones(len(words), bool)  # True where the next word belongs to the same caption
+    follows[np.cumsum(lengths[lengths > 0]) - 1] = False
     first = np.flatnonzero(follows)
-    return bigram_keys(captions.words[first], captions.words[first + 1])
+    return bigram_keys(words[first], words[first + 1])
 
 
-def _entries(captions: Ragged, bigrams: HashTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct n-grams of captions, sorted by caption, n and position.
+def _entries(
+    words: np.ndarray, lengths: np.ndarray, bigrams: HashTable
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The distinct n-grams of each caption, sorted by caption, n and position. words, lengths: from `_captions`.
 
-    Returns three arrays (M,): caption * 4 + n - 1, the key, and how often the caption contains it.
+    Returns two arrays (M,), caption * 4 + n - 1 and how often the caption contains the n-gram, and the two results of
+    `_distinct` for the keys of the n-grams.
     """
     parts = [(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32))]
-    for numbers, words, lengths in captions.batches():
-        grams = count_ngrams(words, lengths, bigrams)
+    caption_starts = np.cumsum(lengths) - lengths
+    for numbers, width in by_length(torch.from_numpy(lengths)):
+        rows = numbers.numpy()
+        # Positions after the end of a caption point to words of other captions, which serve as padding.
+        positions = np.minimum(caption_starts[rows, None] + np.arange(width), len(words) - 1)
+        grams = count_ngrams(torch.from_numpy(words[positions]), torch.from_numpy(lengths[rows]), bigrams)
         slot = (take(numbers, grams.caption) * N_MAX + grams.column % N_MAX).int()
         parts.append((slot.numpy(), grams.key.numpy(), grams.times.int().numpy()))
-    slots, keys, times = zip(*parts, strict=True)
-    order = np.argsort(np.concatenate(slots), kind="stable")
-    return np.concatenate(slots)[order], np.concatenate(keys)[order], np.concatenate(times)[order]
+    slots, keys, times = map(np.concatenate, zip(*parts, strict=True))
+    order = np.argsort(slots, kind="stable")
+    return slots[order], times[order], *_distinct(keys[order])
+
+
+def _grouped(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The stable order (n,) that sorts values (n,), and the positions in it at which each distinct value starts."""
+    order = np.argsort(values, kind="stable").astype(index_type(len(values)))
+    return order, np.flatnonzero(_is_first(values[order]))
 
 
 def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

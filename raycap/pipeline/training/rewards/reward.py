@@ -39,8 +39,6 @@ class CiderDReward:
     cut off at the length limit then scores lower.
     caption_documents: if true, the document frequencies count captions instead of images.
     device: of the captions to score and of the index. `build_index` states the size of the index.
-    ground_truth: CIDEr-D of the first caption of an image against its other captions, as the mean over the first 1000
-    images with several captions. The two values are with EOS and without EOS. None if no image has several captions.
     """
 
     def __init__(
@@ -56,20 +54,15 @@ class CiderDReward:
         """references: the captions of each image, as texts that `Vocabulary.tokenize` accepts."""
         self.eos, self.eos_id = eos, vocabulary.eos
         self._vocabulary, self._language = vocabulary, language
-        with_several: list[list[list[int]]] = []
         # Words have the ids of the vocabulary. If the vocabulary has subwords, the references' words get new ids.
         ids = dict(vocabulary.ids) if vocabulary.subwords is None else {EOS: 0}
 
         def encoded() -> Iterator[list[list[int]]]:
             """The captions of each image as word ids. A word without an id gets the next free id."""
             for texts in references:
-                captions = [[ids.setdefault(word, len(ids)) for word in self._words(text)] for text in texts]
-                if len(captions) > 1 and len(with_several) < 1000:
-                    with_several.append(captions)
-                yield captions
+                yield [[ids.setdefault(word, len(ids)) for word in self._words(text)] for text in texts]
 
         self.scorer = build_index(encoded(), caption_documents=caption_documents).to(device)
-        self.ground_truth = _ground_truth(with_several, eos)
         self._word_ids = None if vocabulary.subwords is None else ids
         ignored = [vocabulary.pad, vocabulary.sos]
         ignored += [number for word, number in vocabulary.ids.items() if not word.strip()]  # white space is no word
@@ -93,10 +86,12 @@ class CiderDReward:
 
     def _words(self, caption: str) -> list[str]:
         """The words of a reference, and EOS at the end if EOS counts as a word."""
-        vocabulary = self._vocabulary
-        is_subwords = vocabulary.subwords is not None
-        words = _words_of(caption, self._language) if is_subwords else vocabulary.tokenize(caption)
-        return [word for word in words if word.strip()] + [EOS] * self.eos
+        if self._vocabulary.subwords is None:
+            tokens = self._vocabulary.tokenize(caption)
+        else:
+            tokens = _words_of(caption, self._language)
+        words = [token for token in tokens if token.strip()]
+        return [*words, EOS] if self.eos else words
 
     def _metric_words(self, tokens: Tensor, word_ids: Mapping[str, int]) -> tuple[Tensor, Tensor]:
         """Splits captions of subwords into the metrics' words: ids (R, W) with padding, and the lengths (R,)."""
@@ -104,7 +99,8 @@ class CiderDReward:
         encoded: dict[tuple[int, ...], Tensor] = {}
         for row in dict.fromkeys(rows):
             words = _words_of(self._vocabulary.decode(row), self._language)
-            words += [EOS] if self.eos and self.eos_id in row else []
+            if self.eos and self.eos_id in row:
+                words.append(EOS)
             new_ids: dict[str, int] = {}  # of words that no reference has
             ids = [
                 word_ids[word] if word in word_ids else len(word_ids) + new_ids.setdefault(word, len(new_ids))
@@ -119,19 +115,6 @@ class CiderDReward:
 def _words_of(caption: str, language: str) -> list[str]:
     """The words of a raw caption for CIDEr-D. A PTB token with a space in it ("1 1/2") is two words."""
     return [word for token in metric_words(caption, language) for word in token.split()]
-
-
-def _ground_truth(images: list[list[list[int]]], eos: bool) -> tuple[float, float] | None:
-    """The mean CIDEr-D of each image's first caption against its others, with EOS and without it."""
-    if not images:
-        return None
-    others = build_index(captions[1:] for captions in images)
-    first = [torch.tensor(captions[0], dtype=torch.int64) for captions in images]
-    lengths, indices = torch.tensor([len(caption) for caption in first]), torch.arange(len(first))
-    tokens = pad_sequence(first, batch_first=True)
-    # If EOS counts, EOS is the last token, so captions without their last token are scored without EOS.
-    whole, cut = (others.score(tokens, (lengths - last).clamp(min=0), indices).mean().item() for last in (0, int(eos)))
-    return whole, cut
 
 
 def length(captions: CaptionWords) -> np.ndarray:
@@ -181,7 +164,7 @@ class WeightedReward:
     ) -> None:
         """captions_of: returns the raw captions of an image by its number. cider_d: of the images in the same order."""
         self.weights = dict(sorted(weights.items()))  # so that the order in a file does not change the sum's rounding
-        self.cider_d, self._vocabulary, self._language = cider_d, vocabulary, language
+        self._cider_d, self._vocabulary, self._language = cider_d, vocabulary, language
         # The function must not refer to `self`, because a cycle would keep a finished stage's index in a GPU's memory.
         self._of_image = lru_cache(MAX_IMAGES)(lambda index: [_split(text, language) for text in captions_of(index)])
 
@@ -192,8 +175,9 @@ class WeightedReward:
         """
         values = {}
         if CIDER_D in self.weights:
-            values[CIDER_D] = self.cider_d(tokens, indices)
-        if names := self.weights.keys() & WORD_REWARDS.keys():
+            values[CIDER_D] = self._cider_d(tokens, indices)
+        names = self.weights.keys() & WORD_REWARDS.keys()
+        if names:
             captions, numbers = self._words(tokens, indices)
             for name in names:
                 values[name] = torch.from_numpy(WORD_REWARDS[name](captions))[numbers].to(tokens.device)
