@@ -48,8 +48,7 @@ class Captioner:
         for name, number in {"batch_size": batch_size, "num_results": num_results}.items():
             if number is not None and not (isinstance(number, int) and number >= 1):
                 raise UserError(f"{name} is {number!r}; expected a whole number of 1 or more")
-        given = {"beam_size": beam_size, "max_length": max_length}
-        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
+        changes = {"beam_size": beam_size, "max_length": max_length, **(search or {})}
         settings = self._service.changed_search(changes, num_results)
         found = self._service.caption_images(images, settings, batch_size=batch_size, options=self._options)
         return list(found)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -110,29 +110,13 @@ def caption(
     """
     log_to_stderr()
     names = find_images(images)
-    processes = Processes(address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
     changes = _changes(set_ or (), beam_size, max_length)
     opened = open_bundle("--model", model)
-    request = Request(opened, changes, num_results, precision, explain, processes)
+    on_ray = (address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
+    request = Request(opened, changes, num_results, precision, explain, *on_ray)
     request.check(len(names))
     output = None if out is None else CaptionFile(storage_path(out))
     return _caption(names, request, output, json_lines=json_lines)
-
-
-class Processes(NamedTuple):
-    """How many processes on Ray caption the images, and how long to wait for them.
-
-    address: the cluster's. If it is None, Ray starts on this machine. gpus: GPUs per process. If it is None, each
-    process gets one GPU if Ray has GPUs, otherwise none. most: the largest number of processes. If it is None, Ray
-    starts as many as it has room for. wait_minutes: limit of the wait for the first process. stall_minutes: limit of
-    the time without a new caption.
-    """
-
-    address: str | None
-    gpus: float | None
-    most: int | None
-    wait_minutes: float
-    stall_minutes: float
 
 
 @dataclass(frozen=True)
@@ -140,7 +124,8 @@ class Request:
     """What the options of the command ask for.
 
     changes: keys of the section `evaluation` whose values replace those of the bundle. num_results: captions per
-    image. explain: the folder for heat maps. If it is None, no heat maps are drawn.
+    image. explain: the folder for heat maps. If it is None, no heat maps are drawn. The other options have the
+    meanings that `raycap caption --help` describes.
     """
 
     opened: OpenedBundle
@@ -148,7 +133,11 @@ class Request:
     num_results: int
     precision: str
     explain: Path | None
-    processes: Processes
+    address: str | None
+    gpus_per_worker: float | None
+    max_workers: int | None
+    max_wait_minutes: float
+    max_stall_minutes: float
 
     @cached_property
     def settings(self) -> EvaluationSection:
@@ -163,7 +152,7 @@ class Request:
 
     @property
     def joins_cluster(self) -> bool:
-        return bool(cluster_address(self.processes.address))  # from Ray's variable in a submitted job
+        return bool(cluster_address(self.address))  # from Ray's variable in a submitted job
 
     def check(self, num_images: int) -> None:
         """Raises UserError if the bundle cannot caption images with these options. Notes a missing confidence."""
@@ -214,19 +203,19 @@ def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | 
         raise UserError(f"--set {shown(unknown[0])}: only keys of the section evaluation, such as evaluation.ranking")
     if not isinstance(values["evaluation"], dict):
         raise UserError("--set evaluation: give its keys one by one, such as evaluation.ranking=sum")
-    options = {"beam_size": beam_size, "max_length": max_length}
+    options = {"beam_size": beam_size, "max_length": max_length}  # win over the same keys in --set
     return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
 
 
 def _caption(names: Sequence[str], request: Request, output: CaptionFile | None, *, json_lines: bool) -> int:
     """Captions the images that `output` lacks, and prints or writes a row for each. Returns the exit code."""
     begin, signature = time.monotonic(), request.signature()
-    done = {} if output is None else output.read_done(signature)
-    pending = [name for name in names if name not in done]
-    if output is not None and done:
+    has_caption = {} if output is None else output.read_done(signature)
+    pending = [name for name in names if name not in has_caption]
+    if output is not None and has_caption:
         _print_note(f"{len(names) - len(pending)} of {len(names)} images are in {output.place} already")
     uses_ray = bool(pending) and (request.joins_cluster or len(pending) >= MIN_IMAGES_FOR_RAY)
-    decorations, num_failed = Decorations(), 0
+    decorations = Decorations()
     with ExitStack() as stack:
         if uses_ray:
             rows = stack.enter_context(_on_ray(pending, request))
@@ -235,13 +224,13 @@ def _caption(names: Sequence[str], request: Request, output: CaptionFile | None,
         write = partial(_print_row, json_lines) if output is None else stack.enter_context(output.open(signature))
         with progress("captions", len(pending)) as advance:
             for row in rows:
-                num_failed += "error" in row
+                has_caption[row["image"]] = "error" not in row
                 write(row)
                 advance(1)
-    if request.explain is not None and num_failed < len(pending):
+    if request.explain is not None and any(has_caption[name] for name in pending):
         _print_note(f"heat maps: {request.explain}")
     decorations.log_failed(f"caption the image again{' without --out' if output else ''}")
-    num_failed += sum(not has_caption for has_caption in done.values())
+    num_failed = sum(not has_caption[name] for name in names)
     if num_failed:
         _print_note(f"{num_failed} of {len(names)} images could not be captioned; their lines give the reasons")
     if output is not None:
@@ -258,7 +247,9 @@ def _in_process(names: Sequence[str], request: Request, decorations: Decorations
     prepare_processor()
     if request.explain is not None:
         request.explain.mkdir(parents=True, exist_ok=True)
-        _print_note("the attributions of a caption's words need hundreds of gradients: minutes per image on a CPU")
+        _print_note(
+            "the attributions of a caption's words need hundreds of gradients: seconds to minutes per image on a CPU"
+        )
     service = CaptionService(request.opened.bundle, search=request.changes, precision=request.precision)
     settings = service.changed_search({}, request.num_results)
     for number, (name, found) in enumerate(zip(names, service.caption_images(names, settings), strict=True)):
@@ -279,16 +270,16 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
     """
     from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
 
-    opened, processes = request.opened, request.processes
-    has_joined_cluster = connect(processes.address)
-    pool = start_pool(processes, has_joined_cluster)
+    opened = request.opened
+    has_joined_cluster = connect(request.address)
+    pool = _start_pool(request, has_joined_cluster)
     if has_joined_cluster and not opened.location.is_remote:  # other nodes cannot read it, so it is sent
         source: ModelSource = SentBundle.of(opened.folder)
     else:
         source = StoredBundle(opened.location, bundle_digests(opened.folder))
     watch = StallWatch(
         "captioning",
-        WorkersSection(max_stall_minutes=processes.stall_minutes),
+        WorkersSection(max_stall_minutes=request.max_stall_minutes),
         limit_name="--max-stall-minutes",
         remedy="with --out, the same command continues from what is finished",
     )
@@ -305,7 +296,7 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
         yield rows()
 
 
-def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
+def _start_pool(request: Request, has_joined_cluster: bool) -> CaptionPool:
     """Waits until a cluster can place a captioning process, and returns the pool of these processes.
 
     Raises UserError if Ray runs only on this machine and has too few GPUs for one process.
@@ -315,12 +306,14 @@ def start_pool(processes: Processes, has_joined_cluster: bool) -> CaptionPool:
     from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
 
     num_gpus = ray.cluster_resources().get("GPU", 0)
-    pool = CaptionPool(float(num_gpus > 0) if processes.gpus is None else processes.gpus, processes.most)
+    default_gpus = 1.0 if num_gpus > 0 else 0.0
+    gpus = default_gpus if request.gpus_per_worker is None else request.gpus_per_worker
+    pool = CaptionPool(gpus, request.max_workers)
     if has_joined_cluster:
         wait_for(
             pool.bundles,
             "captioning",
-            limit_s=60 * processes.wait_minutes,
+            limit_s=60 * request.max_wait_minutes,
             limit_name="--max-wait-minutes",
             remedy="lower --gpus-per-worker, or join a cluster with larger nodes or more of them",
         )
@@ -346,10 +339,11 @@ def _print_row(json_lines: bool, row: Row) -> None:
     if json_lines:
         print(json.dumps(row))
         return
+    result = row["caption"] if "caption" in row else f"error: {row['error']}"
     confidence = f"  (confidence {row['confidence']:.2f})" if "confidence" in row else ""
-    lines = [f"{row['image']}: {row['caption'] + confidence if 'caption' in row else 'error: ' + row['error']}"]
-    lines += [f"    {entry['log_prob']:8.3f}  {entry['caption']}" for entry in row.get("n_best", ())]
-    print("\n".join(map(printable, lines)))
+    print(printable(f"{row['image']}: {result}{confidence}"))
+    for entry in row.get("n_best", ()):
+        print(printable(f"    {entry['log_prob']:8.3f}  {entry['caption']}"))
 
 
 def _print_note(text: str) -> None:

@@ -10,7 +10,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part is written after this many lines, or after this many seconds
-NUM_READERS = 8
 _PART = re.compile(r"part-(\d+)\.jsonl")
 
 Row = Mapping[str, Any]
@@ -43,15 +41,14 @@ class CaptionFile:
         file. Raises UserError if a line is not one of this command or has another signature.
         """
         done: dict[str, bool] = {}
-        files = _files(self.place)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
-                complete = data[: data.rfind(b"\n") + 1]  # without the half line of a killed command
-                for number, line in enumerate(complete.splitlines(), 1):
-                    image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
-                    done[image] = has_caption
-                if complete != data and not file.is_remote:
-                    write_bytes(file.path, complete)
+        for file in _files(self.place):
+            data = file.read_bytes()
+            complete = data[: data.rfind(b"\n") + 1]  # without the half line of a killed command
+            for number, line in enumerate(complete.splitlines(), 1):
+                image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
+                done[image] = has_caption
+            if complete != data and not file.is_remote:
+                write_bytes(file.path, complete)
         return done
 
     @contextmanager
@@ -98,11 +95,11 @@ def _parse(line: bytes, signature: Row, name: str) -> tuple[str, bool]:
     try:
         row = parse_json(line, "it", strict=False)  # strict parsing refuses file names that are not UTF-8
         image, has_caption = row["image"], "error" not in row
-        differing = [key for key, value in signature.items() if row.get(key) != value]
-        found, expected = ({key: each.get(key) for key in differing} for each in (row, signature))
+        found = {key: row.get(key) for key, value in signature.items() if row.get(key) != value}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{name} is not a caption of this command; give another name") from error
-    if differing:
+    if found:
+        expected = {key: signature[key] for key in found}
         raise UserError(f"{name} was written with {quoted(found)}, not {expected}; give another name")
     return image, has_caption
 

@@ -19,7 +19,6 @@ from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
@@ -104,57 +103,34 @@ def compare_models(
     return exit_code([model.scores for model in found])
 
 
-def _names(models: Sequence[EvaluatedModel]) -> list[str]:
-    """A name for each model: that of its bundle, followed by the model's number if several bundles have one name."""
-    names = [model.scores.bundles[0].name for model in models]
-    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
-
-
 def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage]) -> list[ReportImage]:
     """The images on which the models' captions differ most in CIDEr-D, with the captions of all models.
 
     At most MAX_PICTURES images are returned, the largest difference first. Images on which all scores are equal are
     left out. results: by the model's name. images: with the captions of the first model.
     """
-    scores = {name: result.cider_by_image for name, result in results.items()}
-    found = []
+    _, *others = results
+    pictures: list[tuple[float, ReportImage]] = []
     for image in images:
         number = int(image.image_id)
-        values = [by_image[number] for by_image in scores.values() if number in by_image]
-        if len(values) == len(scores) and max(values) > min(values):
-            captions = {
-                f"{name}, CIDEr-D {scores[name][number]:.2f}": result.captions[number]
-                for name, result in [*results.items()][1:]
-            }
-            found.append(replace(image, alternatives=captions, contrast=max(values) - min(values)))
-    return sorted(found, key=lambda image: -(image.contrast or 0.0))[:MAX_PICTURES]
+        scores = {name: result.cider_by_image.get(number) for name, result in results.items()}
+        values = [score for score in scores.values() if score is not None]
+        if len(values) < len(scores) or max(values) == min(values):
+            continue
+        captions = {f"{name}, CIDEr-D {scores[name]:.2f}": results[name].captions[number] for name in others}
+        contrast = max(values) - min(values)
+        pictures.append((contrast, replace(image, alternatives=captions, contrast=contrast)))
+    pictures.sort(key=lambda picture: -picture[0])
+    return [image for _, image in pictures[:MAX_PICTURES]]
 
 
 def _intervals(result: SplitScores) -> dict[str, Difference]:
     """{metric: mean with its interval}, computed as a difference from 0, for metrics that are means over images."""
-    return {
-        metric: paired_difference([score.per_image], [[0.0] * len(score.per_image)])
-        for metric, score in (result.scores.by_name if result.scores else {}).items()
-        if metric in COMPARED_BY_IMAGE and score.per_image
-    }
-
-
-def cost_of(bundle: StoragePath, search: EvaluationSection) -> dict[str, float]:
-    """The number of parameters of a bundle, and its multiply-accumulates per image ("macs") with the given search.
-
-    Both include the backbone. "macs" is missing for a bundle without a backbone, because it does not record the number
-    of image tokens.
-    """
-    from raycap.models.captioner import cost
-
-    captioner = load_bundle(fetched(bundle)).captioner
-    model, backbone = captioner.model, captioner.backbone
-    costs: dict[str, float] = {"parameters": sum(each.numel() for each in captioner.parameters())}
-    if backbone is None:
-        return costs
-    limits = {"caption_tokens": search.max_length, "beams": search.beam_size, "steps": search.max_length - 1}
-    counted = cost(model.config, model.sizes, image_tokens=backbone.num_tokens, **limits)
-    return costs | {"macs": counted.beam_search + backbone.macs()}
+    intervals = {}
+    for metric, score in (result.scores.by_name if result.scores else {}).items():
+        if metric in COMPARED_BY_IMAGE and score.per_image:
+            intervals[metric] = paired_difference([score.per_image], [[0.0] * len(score.per_image)])
+    return intervals
 
 
 def write_comparison(
@@ -165,23 +141,28 @@ def write_comparison(
     An error of the page is only logged. models: with their results on the split. The first model is the baseline.
     """
     compared = _compared(models, split)
-    table, cost_table = score_table([*compared.results.values()], with_alignment=True), _cost_table(compared.costs)
-    logger.info(f"\n{format_table(*table)}\n\n{format_table(*cost_table)}\n")
+    scores = score_table([*compared.results.values()], with_alignment=True)
+    logger.info(f"\n{format_table(*scores)}\n\n{format_table(*_cost_table(compared.costs))}\n")
     content = _content(compared, split)
     (place / "compare.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
     decorations = Decorations()
     with decorations.making("the page of the comparison"):
-        pictures = _pictures(
-            compared.results, report_images(compared.results[compared.first], images, settings.storage.options)
-        )
+        of_first = report_images(compared.results[compared.first], images, settings.storage.options)
+        pictures = _pictures(compared.results, of_first)
         (place / "compare.html").write_bytes(report_html(_page(compared, split, pictures)).encode())
     decorations.log_failed()
     logger.info(f"comparison   {place / 'compare.html'}")
 
 
 def _compared(models: Sequence[EvaluatedModel], split: str) -> Comparison:
-    """Compares the models with the first one, and logs the differences."""
-    by_name = dict(zip(_names(models), models, strict=True))
+    """Compares the models with the first one, and logs the differences.
+
+    A model has the name of its bundle, followed by the model's number if several bundles have one name.
+    """
+    names = [model.scores.bundles[0].name for model in models]
+    by_name = {}
+    for number, (name, model) in enumerate(zip(names, models, strict=True), 1):
+        by_name[name if names.count(name) == 1 else f"{name} ({number})"] = model
     results = {name: replace(model.scores[split], split=name) for name, model in by_name.items()}
     first, *others = results
     differences = Intervals()
@@ -194,10 +175,23 @@ def _compared(models: Sequence[EvaluatedModel], split: str) -> Comparison:
 
 
 def _costs(scores: Scores) -> dict[str, float]:
-    """The costs of a model (`cost_of`), with the seconds per image if this command has captioned the images."""
-    costs = cost_of(scores.bundles[0], scores.search)
-    seconds = scores.seconds_per_image
-    return costs if seconds is None else costs | {"seconds_per_image": seconds}
+    """The number of a model's parameters, its multiply-accumulates per image ("macs"), and its seconds per image.
+
+    All include the backbone. "macs" is missing for a bundle without a backbone, because it does not record the number
+    of image tokens. The seconds are missing if no image could be captioned.
+    """
+    from raycap.models.captioner import cost
+
+    captioner, search = load_bundle(fetched(scores.bundles[0])).captioner, scores.search
+    model, backbone = captioner.model, captioner.backbone
+    costs: dict[str, float] = {"parameters": sum(each.numel() for each in captioner.parameters())}
+    if backbone is not None:
+        limits = {"caption_tokens": search.max_length, "beams": search.beam_size, "steps": search.max_length - 1}
+        of_model = cost(model.config, model.sizes, image_tokens=backbone.num_tokens, **limits)
+        costs["macs"] = of_model.beam_search + backbone.macs()
+    if scores.seconds_per_image is not None:
+        costs["seconds_per_image"] = scores.seconds_per_image
+    return costs
 
 
 def _content(compared: Comparison, split: str) -> Values:
@@ -246,19 +240,17 @@ def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Repo
 
 def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Rows]:
     """The columns and rows of the table of costs. costs: by model."""
-    texts = {"parameters": "{:,.0f}", "macs": "{:.3g}", "seconds_per_image": "{:.3g}"}
-    rows = [
-        (name, [text.format(values[key]) if key in values else "" for key, text in texts.items()])
-        for name, values in costs.items()
-    ]
+    forms = {"parameters": "{:,.0f}", "macs": "{:.3g}", "seconds_per_image": "{:.3g}"}
+    rows = Rows()
+    for name, values in costs.items():
+        rows.append((name, [form.format(values[key]) if key in values else "" for key, form in forms.items()]))
     return ["parameters", "multiply-accumulates per image", "s per image"], rows
 
 
 def _table(title: str, note: str, values: Intervals, form: str) -> Table:
     """A table with a row per model and a column per metric. form: the format string of a cell."""
     columns = list(dict.fromkeys(metric for by_metric in values.values() for metric in by_metric))
-    rows = [
-        (name, [form.format(by_metric[column]) if column in by_metric else "" for column in columns])
-        for name, by_metric in values.items()
-    ]
+    rows = Rows()
+    for name, by_metric in values.items():
+        rows.append((name, [form.format(by_metric[column]) if column in by_metric else "" for column in columns]))
     return Table(title, note, columns, rows)

@@ -13,7 +13,6 @@ import typer
 from raycap.jobs.named_files import check_output_place, open_bundle
 from raycap.jobs.options import Address, Config, Seeds, Set
 from raycap.jobs.seeds import group_id, seed_configs
-from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
@@ -23,7 +22,7 @@ from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, differences_json
-from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, differences
+from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
@@ -82,37 +81,36 @@ def evaluate(
         raise UserError("--ensemble joins the models of several seeds; give --seeds with a number above 1")
     _check_models(models or (), seeds, stage)
     run_config = load_config(config, set_ or ())
-    evaluated_config = run_config if data is None else with_data(run_config, data)
+    data_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
-    options = find_options(evaluated_config, constraints)
-    bundles = find_bundles("--model", models or (), evaluated_config)
-    others = find_bundles("--compare", compared or (), evaluated_config)
-    labels = [f"model {number}" for number in range(1, len(bundles) + 1)]
-    chosen = splits or evaluated_config.data.test_splits
-    if not bundles:
+    options = find_options(data_config, constraints)
+    named = find_bundles("--model", models or (), data_config)
+    others = find_bundles("--compare", compared or (), data_config)
+    if not named:
         _require_run(run_config, stage)
-    images, training = find_images(evaluated_config, chosen)
-    if not bundles:
-        configs = seed_configs(run_config, seeds)
-        bundles, kept_config = _run_bundles(configs, stage)
-        labels = [f"seed {each.seed}" for each in configs]
-        evaluated_config = with_decisions_of(evaluated_config, kept_config)
-    one_by_one = seeds > 1 and not ensemble
-    systems = [[bundle] for bundle in bundles] if one_by_one else [bundles]
-    if len(systems) == 1 and len(bundles) > 1:
-        labels = [f"ensemble of {len(bundles)}"]
-    label, name = _label(run_config, bundles, others, one_by_one=one_by_one)
+    images, training = find_images(data_config, splits or data_config.data.test_splits)
+    if named:
+        by_label, evaluated_config = {f"model {number}": bundle for number, bundle in enumerate(named, 1)}, data_config
+    else:
+        by_label, kept_config = _run_bundles(seed_configs(run_config, seeds), stage)
+        evaluated_config = with_decisions_of(data_config, kept_config)
+    bundles, one_by_one = [*by_label.values()], seeds > 1 and not ensemble
+    if one_by_one or len(bundles) == 1:
+        systems = {label: [bundle] for label, bundle in by_label.items()}
+    else:
+        systems = {f"ensemble of {len(bundles)}": bundles}
+    title, name = _title_and_name(run_config, bundles, others, one_by_one=one_by_one)
     folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
     settings = common_settings(evaluated_config, bundles, others)
     evaluator = Evaluator(settings, images, replace(options, training=training), address)
-    evaluator.check([*systems, *([other] for other in others)])
+    evaluator.check([*systems.values(), *([other] for other in others)])
     with folder.writing():
         if one_by_one or others:
-            return evaluator.compare_systems(dict(zip(labels, systems, strict=True)), others, folder)
+            return evaluator.compare_systems(systems, others, folder)
         scores = evaluator.evaluate(bundles, folder)
-        write_results(folder, scores, settings, label=label)
+        write_results(folder, scores, settings, label=title)
         return exit_code([scores])
 
 
@@ -188,9 +186,10 @@ class Evaluator:
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
             part = folder.part(label.replace(" ", "-"))
-            found.append(EvaluatedModel(label, self.evaluate(bundles, part)))
-            name = "+".join(bundle.name for bundle in bundles)
-            write_results(part, found[-1].scores, self.settings, label=name, may_store=may_store)
+            scores = self.evaluate(bundles, part)
+            title = "+".join(bundle.name for bundle in bundles)
+            write_results(part, scores, self.settings, label=title, may_store=may_store)
+            found.append(EvaluatedModel(label, scores))
         return found
 
     def compare_systems(
@@ -209,11 +208,16 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
 
     ours, others: one model per seed. `others` may be (). Splits without references are left out.
     """
-    scores = _seed_scores(ours)
+    scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
     columns, sides = scores.columns, {"": scores}
+    content = {"models": _names(ours), "protocol": asdict(protocol), "signature": protocol.signature}
+    content["splits"] = scores.to_json()
+    metadata = {"models": ", ".join(_names(ours).values())}
+    gaps: Differences = {}
     if others:
         sides["other: "] = _seed_scores(others)
-        for theirs, our in differences(_common_protocol(others), _common_protocol(ours)):
+        metadata["compared with"] = ", ".join(_names(others).values())
+        for theirs, our in differences(common_protocol([model.scores.protocol for model in others]), protocol):
             logger.info(f"protocol  other: {theirs}, this: {our}")
     rows = Rows()
     for split in scores.splits:
@@ -221,43 +225,20 @@ def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others
             rows += side.rows(split, columns, prefix)
     if rows:
         logger.info(f"\n{format_table(columns, rows)}\n")
-    gaps: Differences = {}
-    for split in scores.splits if others else ():
-        logger.info(split)
-        gaps[split] = compare(*([model.scores[split] for model in side] for side in (ours, others)))
-    content, metadata = _content(ours, scores), {"models": _bundles(ours)}
     if others:
-        content["compared"] = _content_of_others(others, sides["other: "], gaps)
-        metadata["compared with"] = _bundles(others)
+        splits = sides["other: "].to_json()
+        for split in scores.splits:
+            logger.info(split)
+            gaps[split] = compare([model.scores[split] for model in ours], [model.scores[split] for model in others])
+            splits[split]["differences"] = differences_json(gaps[split])
+        content["compared"] = {"models": _names(others), "splits": splits}
     write_summary(place, content, columns, _page_rows(sides, gaps), metadata)
     logger.info(f"seeds        {place}")
 
 
-def _common_protocol(models: Sequence[EvaluatedModel]) -> Protocol:
-    return common_protocol([model.scores.protocol for model in models])
-
-
-def _bundles(models: Sequence[EvaluatedModel]) -> str:
-    return ", ".join(model.name for model in models)
-
-
-def _content(models: Sequence[EvaluatedModel], scores: SeedScores) -> Values:
-    """The content of scores.json without a comparison."""
-    protocol = _common_protocol(models)
-    return {
-        "models": {model.label: model.name for model in models},
-        "protocol": asdict(protocol),
-        "signature": protocol.signature,
-        "splits": scores.to_json(),
-    }
-
-
-def _content_of_others(others: Sequence[EvaluatedModel], scores: SeedScores, gaps: Differences) -> Values:
-    """The part of scores.json about the other system. gaps: the differences from the other system."""
-    splits = scores.to_json()
-    for split, by_metric in gaps.items():
-        splits[split]["differences"] = differences_json(by_metric)
-    return {"models": {model.label: model.name for model in others}, "splits": splits}
+def _names(models: Sequence[EvaluatedModel]) -> dict[str, str]:
+    """The names of models by their labels."""
+    return {model.label: model.name for model in models}
 
 
 def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
@@ -311,23 +292,25 @@ def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dat
     return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
 
 
-def _label(
+def _title_and_name(
     config: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath], *, one_by_one: bool
 ) -> tuple[str, str]:
-    """A name for the evaluated models, and one for the folder of their results.
+    """The title of the evaluated models' report, and the name of the folder of their results.
 
     The folder's name ends with a hash of the bundles outside of the storage, because such bundles can have equal names.
     compared: the bundles of another system. one_by_one: False if the bundles form an ensemble.
     """
     names = [bundle.name for bundle in bundles]
-    label = "+".join(names)
-    if one_by_one or len(label) > 120:  # short, because it is also a folder's name
-        label = group_id(f"{config.name}-{len(names)}-{'seeds' if one_by_one else 'ensemble'}", names)
+    title = "+".join(names)
+    if one_by_one:
+        title = group_id(f"{config.name}-{len(names)}-seeds", names)
+    elif len(title) > 120:  # a folder's name must be short
+        title = group_id(f"{config.name}-{len(names)}-ensemble", names)
     if compared:
-        label = group_id(f"{label}-compared", [str(bundle) for bundle in compared])
+        title = group_id(f"{title}-compared", [str(bundle) for bundle in compared])
     storage = join(config.storage_place.uri, "")
     outside = [str(bundle) for bundle in bundles if not str(bundle).startswith(storage)]
-    return label, group_id(label, outside) if outside else label
+    return title, group_id(title, outside) if outside else title
 
 
 def _require_run(config: RunConfig, stage: str | None) -> None:
@@ -339,31 +322,33 @@ def _require_run(config: RunConfig, stage: str | None) -> None:
     if stage is not None and stage not in names:
         raise UserError(f"--stage {shown(stage)}: the configuration has the stages {', '.join(names)}")
     if config.home("") is None and not any(config.working_path.glob(f"runs/{config.name}-*")):
-        raise _unfinished("run" if stage is None else f"stage {stage} of run", config.name, config)
+        raise _unfinished(config.name, stage, config)
 
 
-def _unfinished(subject: str, run: str, config: RunConfig) -> UserError:
-    return UserError(f"{subject} {run} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
+def _unfinished(run: str, stage: str | None, config: RunConfig) -> UserError:
+    subject = f"run {run}" if stage is None else f"stage {stage} of run {run}"
+    return UserError(f"{subject} is not finished in {config.storage.uri}; `raycap run` it, or give --model")
 
 
-def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[list[StoragePath], RunConfig]:
-    """The bundles of the configurations' runs, and the first run's configuration. Writes bundles that do not exist yet.
+def _run_bundles(configs: Sequence[RunConfig], stage_name: str | None) -> tuple[dict[str, StoragePath], RunConfig]:
+    """The bundles of the configurations' runs by seed, and the first run's configuration. Writes missing bundles.
 
     stage_name: the stage after which the models are taken. If it is None, the final models are taken. Raises UserError
     if a run or the stage is not finished.
     """
     dataset, _ = find_data(configs[0])
     fingerprint = dataset.readable().fingerprint()
-    folders, bundles = [open_run(config, fingerprint) for config in configs], []
+    folders = [open_run(config, fingerprint) for config in configs]
+    bundles = {}
     for config, folder in zip(configs, folders, strict=True):
-        stage, subject = None, "run"
-        is_finished = (folder.path / "COMPLETE.json").is_file()
-        if stage_name is not None:
-            stage, subject = config.stage(stage_name), f"stage {stage_name} of run"
-            is_finished = folder.result(stage_name) is not None
+        stage = None if stage_name is None else config.stage(stage_name)
+        if stage is None:
+            is_finished = (folder.path / "COMPLETE.json").is_file()
+        else:
+            is_finished = folder.result(stage.name) is not None
         if not is_finished or not (folder.path / "run.json").is_file():
-            raise _unfinished(subject, f"{folder.run_id} (seed {config.seed})", config)
-        bundles.append(bundle_place(folder, stage))
-        if not (bundles[-1] / "config.yaml").exists():
+            raise _unfinished(f"{folder.run_id} (seed {config.seed})", stage_name, config)
+        bundle = bundles[f"seed {config.seed}"] = bundle_place(folder, stage)
+        if not (bundle / "config.yaml").exists():
             bundle_run(folder, stage)
     return bundles, folders[0].config

@@ -82,9 +82,9 @@ def _with_stored_features(dataset: Dataset, config: RunConfig) -> Dataset:
     if config.features.store != "never":
         return dataset
     logger.info("features     of training images are computed during training, because features.store is never")
-    data = config.data
-    held_out = {*dataset.split_sizes()} - {*data.train_splits} | {data.val_split, *data.test_splits}
-    return dataset.split(*held_out)
+    scored = (config.data.val_split, *config.data.test_splits)
+    splits = [split for split in dataset.split_sizes() if split in scored or split not in config.data.train_splits]
+    return dataset.split(*splits)
 
 
 def _verify(store: FeatureStore, dataset: Dataset, config: RunConfig) -> bool:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 EXPANSIONNET = "github.com/jchenghu/ExpansionNet_v2"
 MESHED_MEMORY = "github.com/aimagelab/meshed-memory-transformer"
 SPLITS, IMAGES, REGIONS = "dataset_coco.json", "val2014", "coco_detections.hdf5"
+CONFIGS = package_folder() / "configs"
 COCO = {SPLITS: f"Karpathy's splits, in the drive that the README of {EXPANSIONNET} links"}
 OF_IMPORT = ("model.", "backbone.")  # prefixes of the keys that belong to the import
 TOLERANCE = 0.005  # of CIDEr-D, because the papers print three digits and libraries decode images differently
@@ -38,28 +39,23 @@ TOLERANCE = 0.005  # of CIDEr-D, because the papers print three digits and libra
 class Published:
     """A published model.
 
-    row: the name of the published scores that the model should reproduce. files: by each file's name, what it is and
-    where it can be found.
+    row: the name of the published scores that the model should reproduce. path: the configuration's file. files: by
+    each file's name, what it is and where it can be found.
     """
 
     title: str
     row: str
-    config: str
+    path: Path
     checkpoint: str
     tokens: str
     files: Mapping[str, str]
-
-    @property
-    def path(self) -> Path:
-        """The configuration's file."""
-        return package_folder() / "configs" / self.config
 
 
 PUBLISHED = {
     "expansionnet_v2": Published(
         "ExpansionNet v2",
         "ExpansionNet v2, SCST (paper)",
-        "expansionnet_v2_coco.yaml",
+        CONFIGS / "expansionnet_v2_coco.yaml",
         "rf_model.pth",
         "demo_coco_tokens.pickle",
         {
@@ -72,7 +68,7 @@ PUBLISHED = {
     "meshed_memory": Published(
         "Meshed-Memory Transformer",
         "Meshed-Memory Transformer, SCST (paper)",
-        "meshed_memory_published_coco.yaml",
+        CONFIGS / "meshed_memory_published_coco.yaml",
         "meshed_memory_transformer.pth",
         "vocab.pkl",
         {
@@ -112,8 +108,9 @@ def reproduce(
     check_output_folder("--out", out)
     if not folder.is_dir():
         raise UserError(f"{shown(folder)} is not a folder; give the folder of the published files")
-    there = [name for name, each in PUBLISHED.items() if (folder / each.checkpoint).is_file()]
-    systems = [system] if system else there
+    systems = [name for name, each in PUBLISHED.items() if (folder / each.checkpoint).is_file()]
+    if system is not None:
+        systems = [system]
     if not systems:
         checkpoints = " or ".join(f"{each.checkpoint} ({each.files[each.checkpoint]})" for each in PUBLISHED.values())
         raise UserError(f"{shown(folder)} has no published checkpoint; put one of these files there: {checkpoints}")
@@ -126,9 +123,11 @@ def reproduce(
 
 def _require_files(folder: Path, published: Published) -> None:
     """Raises UserError if files are missing. The message names them, and where they can be found."""
-    images = {IMAGES: next((folder / IMAGES).glob("COCO_val2014_*.jpg"), None) is not None}
-    there = {name: (folder / name).is_file() for name in published.files} | images
-    missing = [f"{name} ({what})" for name, what in published.files.items() if not there[name]]
+    missing = []
+    for name, what in published.files.items():
+        pattern = f"{IMAGES}/COCO_val2014_*.jpg" if name == IMAGES else name
+        if next(folder.glob(pattern), None) is None:
+            missing.append(f"{name} ({what})")
     if missing:
         raise UserError(f"{folder} lacks {', '.join(missing)}; {published.title} needs all of its files in this folder")
 
@@ -165,16 +164,16 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
     import torch
 
     num_gpus = min(1, torch.cuda.device_count())
-    places = {"data.root": folder, "storage": out / "storage"}
-    numbers = {"workers.num_workers": 1, "workers.cpus_per_worker": 1}
-    numbers |= {"workers.gpus_per_worker": num_gpus, "features.gpus_per_actor": num_gpus}
-    given = [override for override in overrides if not override.startswith(OF_IMPORT)]
+    paths = {"data.root": folder, "storage": out / "storage"}
+    values: Values = {"workers.num_workers": 1, "workers.cpus_per_worker": 1}
+    values |= {"workers.gpus_per_worker": num_gpus, "features.gpus_per_actor": num_gpus}
     if REGIONS in PUBLISHED[system].files:
-        places["features.hdf5"] = folder / REGIONS
+        paths["features.hdf5"] = folder / REGIONS
     else:  # the published captions were computed from pixels, so ours are, too
-        given = ["features.store=never", *given]
-    quoted = [f"{key}={json.dumps(str(path.absolute()))}" for key, path in places.items()]
-    return [*quoted, *(f"{key}={value}" for key, value in numbers.items()), *given]
+        values["features.store"] = "never"
+    values |= {key: json.dumps(str(path.absolute())) for key, path in paths.items()}
+    given = [override for override in overrides if not override.startswith(OF_IMPORT)]
+    return [*(f"{key}={value}" for key, value in values.items()), *given]
 
 
 def _compare(published: Published, scores: Values, *, must_be_comparable: bool) -> bool:
@@ -185,14 +184,14 @@ def _compare(published: Published, scores: Values, *, must_be_comparable: bool) 
     """
     if "scores" not in scores:
         raise JobFailedError("no image could be captioned, so that there are no scores; scores.json has the reasons")
-    row = next(row for row in scores["published"] if row["name"] == published.row)
-    columns = [name for name in row["scores"] if name in scores["scores"]]
-    theirs, ours = ({name: source[name] for name in columns} for source in (row["scores"], scores["scores"]))
+    row = next(each for each in scores["published"] if each["name"] == published.row)
+    theirs, ours = row["scores"], scores["scores"]
+    columns = [name for name in theirs if name in ours]
     gaps = {name: None if ours[name] is None else ours[name] - theirs[name] for name in columns}
     table = [
-        (published.row, [f"{value:.3f}" for value in theirs.values()]),
-        ("ours", ["-" if value is None else f"{value:.3f}" for value in ours.values()]),
-        ("difference", ["-" if value is None else f"{value:+.3f}" for value in gaps.values()]),
+        (published.row, [f"{theirs[name]:.3f}" for name in columns]),
+        ("ours", ["-" if ours[name] is None else f"{ours[name]:.3f}" for name in columns]),
+        ("difference", ["-" if gap is None else f"{gap:+.3f}" for gap in gaps.values()]),
     ]
     logger.info("\n" + format_table(columns, table))
     if row["difference"]:

@@ -66,23 +66,23 @@ def score(
         if path is not None:
             check_output_file(option, path)
     candidates = read_predictions(predictions)
-    captions = read_references(references, split)
+    texts = read_references(references, split)
     source = f"split {split} of {references}" if split else str(references)
-    missing = [image for image in captions if image not in candidates]
+    missing = [image for image in texts if image not in candidates]
     if missing and split:
         raise UserError(
-            f"{len(missing)} of {len(captions)} images of {source} have no prediction in {predictions} (image ids "
+            f"{len(missing)} of {len(texts)} images of {source} have no prediction in {predictions} (image ids "
             f"{shorten(missing)}); predict them too, or leave --split out"
         )
-    print(f"Scoring {len(candidates)} captions of {predictions} against {source} ({len(captions)} images)", flush=True)
+    print(f"Scoring {len(candidates)} captions of {predictions} against {source} ({len(texts)} images)", flush=True)
     if missing:
-        count = f"{len(missing)} of {len(captions)} reference images"
+        count = f"{len(missing)} of {len(texts)} reference images"
         print(f"{count} have no prediction: left out, also of the document frequencies")
     section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
     several = None if n_best is None else read_n_best(n_best)
     uris = {} if images is None else _image_files(images, references)
     scores = score_captions(
-        captions,
+        texts,
         candidates,
         metrics=metrics or DEFAULT_METRICS,
         language=language,

@@ -21,7 +21,7 @@ from raycap.jobs.named_files import OpenedBundle, check_output_place, open_bundl
 from raycap.models.config import PLAIN, Values
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, bundle_protocol, save_bundle
-from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol
+from raycap.pipeline.evaluation.comparison.protocol import common_protocol
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.digests import file_digest
 from raycap.pipeline.storage.mirror import Mirror
@@ -51,15 +51,10 @@ def soup(
     """
     if len(bundles) < 2:
         raise UserError(f"{len(bundles)} bundle is given; a soup needs two or more")
-    try:
-        shares = [1 / len(bundles)] * len(bundles) if weights is None else [*map(float, weights.split(","))]
-    except ValueError as error:
-        text = shown(weights)
-        raise UserError(f"--weights {text}: give numbers with commas between them, such as 0.3,0.7") from error
-    check_weights(shares, len(bundles))
+    shares = [1 / len(bundles)] * len(bundles) if weights is None else _parse_weights(weights, len(bundles))
     place = storage_path(out)
-    if place.exists() or next(iter(place.walk()), None) is not None:
-        raise UserError(f"-o {place} exists and is not empty; choose another folder or remove it")
+    if next(place.walk(), None) is not None:
+        raise UserError(f"-o {place} is not empty; choose another folder or remove it")
     check_output_place("-o", place)
     opened = [open_bundle("BUNDLE", bundle) for bundle in bundles]
     if place.is_remote:
@@ -74,19 +69,25 @@ def soup(
     return 0
 
 
-def check_weights(weights: Sequence[float], count: int) -> None:
-    """Raises UserError unless there are `count` weights, at least 0, whose sum is 1."""
-    text = ", ".join(f"{weight:g}" for weight in weights)
+def _parse_weights(text: str, count: int) -> list[float]:
+    """The numbers of --weights. Raises UserError unless they are `count` numbers, at least 0, whose sum is 1."""
+    try:
+        weights = [*map(float, text.split(","))]
+    except ValueError as error:
+        raise UserError(f"--weights {shown(text)}: give numbers with commas between them, such as 0.3,0.7") from error
     if len(weights) != count:
-        raise UserError(f"the weights {text} are {len(weights)}, and there are {count} bundles; give one for each")
-    if not all(weight >= 0 for weight in weights) or not abs(math.fsum(weights) - 1) <= TOLERANCE:
-        raise UserError(f"the weights {text} must be at least 0 and have the sum 1")
+        raise UserError(f"--weights {text}: {len(weights)} numbers for {count} bundles; give one for each")
+    is_valid = min(weights) >= 0 and abs(math.fsum(weights) - 1) <= TOLERANCE
+    if not is_valid:  # so that NaN is refused, too
+        raise UserError(f"--weights {text}: the numbers must be at least 0 and have the sum 1")
+    return weights
 
 
 def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[float]) -> None:
     """Writes the joined bundle, and into its info the location, the weight and the digest of each member.
 
-    Changes the weights of the first member in memory. Raises UserError for bundles that cannot be joined.
+    The bundle has no rules of decoding if those of the members differ. Changes the weights of the first member in
+    memory. Raises UserError for bundles that cannot be joined.
     """
     first, *others = members
     for other in others:
@@ -94,7 +95,10 @@ def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[floa
             raise UserError(
                 f"{first.location} and {other.location} cannot be joined: {problem}; give models of one recipe"
             )
-    protocol = shared_protocol([bundle_protocol(member.bundle.config) for member in members])
+    protocols = [bundle_protocol(member.bundle.config) for member in members]
+    if len({each.decoding for each in protocols}) > 1:
+        protocols = [replace(each, decoding=PLAIN) for each in protocols]
+    protocol = common_protocol(protocols)
     captioner = first.bundle.captioner
     captioner.load_state_dict(mixed_tensors([member.bundle.captioner.state_dict() for member in members], weights))
     info: Values = {}
@@ -103,13 +107,6 @@ def _write(folder: Path, members: Sequence[OpenedBundle], weights: Sequence[floa
         info |= {f"source {number}": str(member.location), f"weight {number}": weight, f"sha256 {number}": digest}
     name = first.bundle.config["name"]
     save_bundle(folder, captioner, first.bundle.vocabulary, name=name, protocol=protocol, info=info)
-
-
-def shared_protocol(protocols: Sequence[Protocol]) -> Protocol:
-    """The protocol that the given protocols have in common. If their rules of decoding differ, it has no rules."""
-    if len({each.decoding for each in protocols}) > 1:
-        protocols = [replace(each, decoding=PLAIN) for each in protocols]
-    return common_protocol(protocols)
 
 
 def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -139,10 +136,10 @@ def mixed_tensors(states: Sequence[Mapping[str, Tensor]], weights: Sequence[floa
 def _difference(ours: Bundle, theirs: Bundle) -> str | None:
     """Why two bundles cannot be joined: a difference of architecture, words or image transform. None if they can be."""
     for section in ("model", "sizes", "backbone"):
-        mine, other = (each.config.get(section) or {} for each in (ours, theirs))
-        for key in mine | other:
-            if mine.get(key) != other.get(key):
-                return f"{section}.{key} is {mine.get(key)} and {other.get(key)}"
+        our_values, their_values = ours.config.get(section) or {}, theirs.config.get(section) or {}
+        for key in our_values | their_values:
+            if our_values.get(key) != their_values.get(key):
+                return f"{section}.{key} is {our_values.get(key)} and {their_values.get(key)}"
     if ours.vocabulary != theirs.vocabulary:
         return "the vocabularies or their tokenizers differ"
     return None if ours.transform == theirs.transform else "the image transforms differ"

@@ -133,7 +133,7 @@ def test_a_service_captions_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
         assert found.log_prob == pytest.approx(other.log_prob, abs=1e-3)
         for service in services:
             explanation = service.explain(pixels[0], caption)
-            assert explanation.attention.shape[0] == len(caption.split()) and np.isfinite(explanation.gap)
+            assert explanation.attention.shape[0] == len(caption.split())
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-2), ("bfloat16", 3e-2)])
@@ -199,7 +199,7 @@ def test_a_search_without_memory_takes_smaller_batches(tmp_path: Path, monkeypat
     original = captioning._caption_batch
 
     def limited(*arguments: Any) -> Any:
-        *_, rows, graphs = arguments
+        *_, graphs, rows = arguments
         assert graphs is None  # evaluation.cuda_graph is off
         sizes.append(len(rows))
         if len(rows) > 4:

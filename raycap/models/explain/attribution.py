@@ -6,10 +6,9 @@ log p(word | words before it, features) times the features is integrated along t
 image's features.
 
 The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at zeros. The
-integral is a Gauss-Legendre sum over S points, which is exact for polynomials up to degree 2 S - 1. The remaining error
-is reported as the gap. More points do not close every gap, because gradients miss jumps of log p. ExpansionNet v2 has
-jumps where the last positive score of a row or group passes 0, of 0.04 to 0.12 nats in a trained model. The other
-systems are continuous.
+integral is a Gauss-Legendre sum over S points, which is exact for polynomials up to degree 2 S - 1. More points do not
+remove every error, because gradients miss jumps of log p. ExpansionNet v2 has jumps where the last positive score of a
+row or group passes 0, of 0.04 to 0.12 nats in a trained model. The other systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
 R points on the line that are computed at a time.
@@ -74,11 +73,6 @@ class Attribution:
 
     values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
     change: Tensor  # (W,), log p at the features minus log p at all-zero features
-
-    @property
-    def gap(self) -> Tensor:
-        """The error (W,) of the integral in nats: the difference between the sum of a word's values and its change."""
-        return (self.values.sum(1) - self.change).abs()
 
     def shares(self) -> Tensor:
         """Returns each word's values (W, N) divided by the absolute value of their sum, unless the sum is 0.

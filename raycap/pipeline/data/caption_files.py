@@ -66,19 +66,20 @@ def read_file_names(path: Path) -> dict[ImageId, str]:
     for number, image in enumerate(images if isinstance(images, list) else []):
         location, values = f"{path}: images[{number}]", image if isinstance(image, dict) else {}
         parts = [values.get(key) for key in ("filepath", "filename", "file_name")]
-        if name := "/".join(part for part in parts if isinstance(part, str) and part not in ("", ".")):
+        name = "/".join(part for part in parts if isinstance(part, str) and part not in ("", "."))
+        if name:
             id_key = next((key for key in ("id", "cocoid", "imgid") if key in values), "id")
-            names[_value(image, id_key, int, str, location=location)] = relative_name(name, location)
+            names[_id(image, id_key, location)] = relative_name(name, location)
     return names
 
 
 def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
     """{image id: raw captions} from the two lists of a COCO file. An image without captions has an empty list."""
-    ids = [_value(image, "id", int, str, location=f"{path}: images[{i}]") for i, image in enumerate(images)]
+    ids = [_id(image, "id", f"{path}: images[{number}]") for number, image in enumerate(images)]
     references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
     for number, annotation in enumerate(annotations):
         location = f"{path}: annotations[{number}]"
-        captions = references.setdefault(_value(annotation, "image_id", int, str, location=location), [])
+        captions = references.setdefault(_id(annotation, "image_id", location), [])
         captions.append(_caption(annotation, "caption", location))
     return references
 
@@ -93,7 +94,7 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
     references: dict[ImageId, list[str]] = {}
     for number, image in enumerate(images):
         location = f"{path}: images[{number}]"
-        image_id = _value(image, id_key, int, str, location=location)
+        image_id = _id(image, id_key, location)
         if image_id in references:
             raise UserError(f"{location} repeats {id_key} {quoted(image_id)}; every image must occur once")
         if split is not None and image.get("split") != split:
@@ -121,10 +122,12 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     rows = []
     for number, row in enumerate(data):
         location = f"{path}: entry {number}"
-        rows.append((_value(row, "image_id", int, str, location=location), _caption(row, "caption", location)))
-    if repeated := [image for image, count in Counter(image for image, _ in rows).items() if count > 1]:
-        count = f"{len(repeated)} images (ids {shorten(repeated)})"
-        raise UserError(f"{path} holds more than one caption for {count}; keep one per image")
+        rows.append((_id(row, "image_id", location), _caption(row, "caption", location)))
+    counts = Counter(image for image, _ in rows)
+    repeated = [image for image, count in counts.items() if count > 1]
+    if repeated:
+        described = f"{len(repeated)} images (ids {shorten(repeated)})"
+        raise UserError(f"{path} holds more than one caption for {described}; keep one per image")
     return dict(rows)
 
 
@@ -146,30 +149,29 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
             continue
         location = f"{path}: line {number}"
         row = parse_json(line, location)
-        image = _value(row, "image_id", int, str, location=location)
+        image = _id(row, "image_id", location)
         if image in captions:
             raise UserError(f"{location} repeats image_id {quoted(image)}; every image must have one line")
-        if not isinstance(ranked := row.get("n_best"), list):
+        ranked = row.get("n_best")
+        if not isinstance(ranked, list):
             raise UserError(f"{location} has no list n_best; give captions as `raycap evaluate` writes them")
         captions[image] = [_caption(entry, "caption", location) for entry in ranked]
     return captions
 
 
-def _value(row: object, key: str, *types: type, location: str) -> Any:
-    """row[key], a value of one of the types (str, or int and str). location: names the row in error messages.
-
-    Raises UserError for a value of another type, a missing key, or a row that is not an object.
-    """
+def _id(row: object, key: str, location: str) -> ImageId:
+    """row[key], an integer or text. location: names the row in errors. Raises UserError for any other value or row."""
     value = row.get(key) if isinstance(row, dict) else None
-    if isinstance(value, bool) or not isinstance(value, types):  # a bool is refused, although it is an int
-        kind = "a number or text" if int in types else "text"
-        raise UserError(f"{location} has no {key} that is {kind}: found {quoted(row)}")
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UserError(f"{location} has no {key} that is a number or text: found {quoted(row)}")
     return value
 
 
 def _caption(row: object, key: str, location: str) -> str:
-    """row[key], a text of at most MAX_CAPTION characters. Raises UserError for any other value."""
-    caption: str = _value(row, key, str, location=location)
+    """row[key], a text of at most MAX_CAPTION characters. Raises UserError for any other value or row."""
+    caption = row.get(key) if isinstance(row, dict) else None
+    if not isinstance(caption, str):
+        raise UserError(f"{location} has no {key} that is text: found {quoted(row)}")
     if len(caption) > MAX_CAPTION:
         raise UserError(f"{location} has a {key} of {len(caption)} characters; the limit is {MAX_CAPTION}")
     return caption

@@ -44,7 +44,6 @@ _FILES_PER_TASK = 64  # files whose sizes a thread looks up in one task
 _NUM_THREADS = 8
 _URIS_PER_SLICE = 1000  # files per batch; after each batch the manifest may be written
 _WRITE_EVERY_S = 60.0  # the least time between two writes of the manifest
-_WRITE_SHARE = 1 / 20  # writes of the manifest take at most this fraction of the time
 _LISTED_OBJECTS = 1000  # plus 10 per image: the most objects that are listed, as a folder may have a billion
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
@@ -91,9 +90,7 @@ def take_snapshot(
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
     files = [ImageLocation.parse(uri).file.uri if uri.startswith(PARTS) else uri for uri in uris.to_pylist()]
-    entries, reasons = _find_entries(
-        dict.fromkeys(files), options, ENTRIES.empty_table() if listing is None else listing
-    )
+    entries, reasons = _find_entries(dict.fromkeys(files), options, listing or ENTRIES.empty_table())
     unreadable = {uri: reasons[file] for uri, file in zip(uris.to_pylist(), files, strict=True) if file in reasons}
     found = [entries.get(file) for file in files]
     sizes = pa.array([entry and entry.size for entry in found], pa.int64())
@@ -112,22 +109,34 @@ def take_snapshot(
 
     changed = np.flatnonzero(pc.and_(pc.invert(is_same), pc.is_valid(sizes)).to_numpy())
     if len(changed):
-        count, write_at = 0, time.monotonic() + _WRITE_EVERY_S
-        with progress("content keys", len(changed)) as advance:
-            for batch in (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options):
-                keys[changed[batch.numbers]] = batch.keys
-                unreadable |= batch.reasons
-                count += len(batch.numbers)
-                advance(len(batch.numbers))
-                if (begin := time.monotonic()) > write_at:
-                    write()
-                    now = time.monotonic()
-                    write_at = now + max(_WRITE_EVERY_S, (now - begin) / _WRITE_SHARE)
-        if count != len(changed):
-            raise RuntimeError(f"{count} of {len(changed)} files were hashed; repeat the command")
-        write()
+        batches = (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options)
+        unreadable |= _set_keys(keys, changed, batches, write)
     column = pa.array(keys, pa.string()).take(pc.index_in(dataset.table["uri"], value_set=uris).combine_chunks())
     return dataset.with_column("key", column), unreadable
+
+
+def _set_keys(
+    keys: np.ndarray, changed: np.ndarray, batches: Iterator[HashedFiles], write: Callable[[], None]
+) -> dict[str, str]:
+    """Sets the keys of changed files while they are hashed. Returns {URI: reason} of the files that cannot be read.
+
+    changed: the positions of these files in `keys`. write: writes the manifest, now and then and at the end.
+    """
+    unreadable: dict[str, str] = {}
+    num_hashed, write_at = 0, time.monotonic() + _WRITE_EVERY_S
+    with progress("content keys", len(changed)) as advance:
+        for batch in batches:
+            keys[changed[batch.numbers]] = batch.keys
+            unreadable |= batch.reasons
+            num_hashed += len(batch.numbers)
+            advance(len(batch.numbers))
+            if time.monotonic() > write_at:
+                write()
+                write_at = time.monotonic() + _WRITE_EVERY_S
+    if num_hashed != len(changed):
+        raise RuntimeError(f"{num_hashed} of {len(changed)} files were hashed; repeat the command")
+    write()
+    return unreadable
 
 
 def _find_entries(
@@ -171,19 +180,19 @@ def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[
     A folder is listed together with the folders below it. If it has many other objects, its listing ends early, so that
     the remaining images must be looked up one by one.
     """
-    images_in = Counter[str]()
-    folder = ""
-    for own_folder, count in sorted(Counter(uri.rsplit("/", 1)[0] for uri in uris).items()):
-        if not folder or not own_folder.startswith(f"{folder}/"):
-            folder = own_folder
-        images_in[folder] += count
+    images_below = Counter[str]()  # {folder that is in no other folder of images: number of images below it}
+    top = ""
+    for folder, count in sorted(Counter(uri.rsplit("/", 1)[0] for uri in uris).items()):
+        if not top or not folder.startswith(f"{top}/"):
+            top = folder
+        images_below[top] += count
     found, unfinished = dict[str, Entry](), list[str]()
-    for folder, count in images_in.items():
+    for top, count in images_below.items():
         limit = _LISTED_OBJECTS + 10 * count
-        objects = list(itertools.islice(StoragePath(folder, options).walk(), limit))
-        found |= {f"{folder}/{name}": entry for name, entry in objects if f"{folder}/{name}" in uris}
+        objects = list(itertools.islice(StoragePath(top, options).walk(), limit))
+        found |= {f"{top}/{name}": entry for name, entry in objects if f"{top}/{name}" in uris}
         if len(objects) == limit:
-            unfinished.append(f"{folder}/")
+            unfinished.append(f"{top}/")
     return found, tuple(unfinished)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raycap.models.config import Values
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS, caption_words, text_column
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
@@ -97,23 +98,13 @@ class Dataset:
 
         Raises UserError for an image that would have no caption left.
         """
-        names = [name for name in ("captions", TOKENS.name) if name in self.table.column_names]
-        parts: list[list[pa.Array]] = [[] for _ in names]
-        for start, batch in zip(range(0, len(self), CHUNK_ROWS), self.chunks(*names), strict=True):
-            kept = [
-                [texts for texts in zip(*image, strict=True) if caption_words(tokenizer, texts[0]) and all(texts[1:])]
-                for image in zip(*map(pa.ChunkedArray.to_pylist, batch.columns), strict=True)
-            ]
-            if [] in kept:
-                row = self.table.slice(start + kept.index([]), 1).to_pylist()[0]
-                image = f"image {shown(row['uri'])} (id {row['image_id']})"
-                raise UserError(f"{image} has no caption with a word in it; add one")
-            for place, part in enumerate(parts):
-                part.append(pa.array([[texts[place] for texts in image] for image in kept], TOKENS.type))
-        dataset = Dataset(self.table)
-        for name, part in zip(names, parts, strict=True):
-            dataset = dataset.with_column(name, pa.chunked_array(part, TOKENS.type))
-        return dataset
+        parts = [self.table.schema.empty_table()]
+        for chunk in self.chunks(*self.table.column_names):
+            images = chunk.to_pylist()
+            for image in images:
+                _drop_wordless_captions(image, tokenizer)
+            parts.append(pa.Table.from_pylist(images, chunk.schema))
+        return Dataset(pa.concat_tables(parts))
 
     def chunks(self, *names: str) -> Iterator[pa.Table]:
         """The columns with these names, CHUNK_ROWS rows at a time. The last chunk may have fewer rows."""
@@ -159,3 +150,16 @@ class Dataset:
                 raise  # the fault is the machine's, so the file does not count as damaged
             raise DamagedError(f"{path} is damaged: {' '.join(str(error).split())}") from error
         return Dataset(table)
+
+
+def _drop_wordless_captions(image: Values, tokenizer: str) -> None:
+    """Removes the captions of a data set's row that have no word. Raises UserError if no caption is left."""
+    captions: list[str] = image["captions"]
+    tokens: list[str] = image.get(TOKENS.name, captions)
+    kept = [number for number, text in enumerate(captions) if tokens[number] and caption_words(tokenizer, text)]
+    if not kept:
+        where = f"image {shown(image['uri'])} (id {image['image_id']})"
+        raise UserError(f"{where} has no caption with a word in it; add one")
+    image["captions"] = [captions[number] for number in kept]
+    if TOKENS.name in image:
+        image[TOKENS.name] = [tokens[number] for number in kept]

@@ -103,8 +103,9 @@ def detect_language(captions: Iterable[str]) -> Language:
     if scripts["HIRAGANA"] + scripts["KATAKANA"] > MIN_SHARE * scripts.total():
         script = "HIRAGANA"
     code = _latin_language(words) if script == "LATIN" else SCRIPT_LANGUAGES.get(script)
-    tokenizer = "characters" if code in WITHOUT_BLANKS else "expansionnet" if code == "en" else "unicode"
-    return Language(script, code, tokenizer)
+    if code == "en":
+        return Language(script, code, "expansionnet")
+    return Language(script, code, "characters" if code in WITHOUT_BLANKS else "unicode")
 
 
 def _script_of(letter: str) -> str:
@@ -121,7 +122,8 @@ def _latin_language(words: Counter[str]) -> str | None:
     counts = {code: sum(words[word] for word in each) for code, each in found.items()}
     best, second = sorted(counts, key=counts.__getitem__, reverse=True)[:2]
     is_clear = counts[best] >= MIN_MARGIN * counts[second] and len(found[best]) >= MIN_WORDS
-    return best if is_clear and counts[best] >= MIN_FREQUENT * words.total() > 0 else None
+    is_frequent = counts[best] >= MIN_FREQUENT * words.total()
+    return best if is_clear and is_frequent else None
 
 
 class Counts(NamedTuple):
@@ -144,7 +146,9 @@ def counts_of(found: Survey, language: Language) -> Counts:
 
 def config_text(found: Survey, name: str, language: Language, counts: Counts, *, is_pretrained: bool) -> str:
     """The text of a configuration with this name, in YAML with comments. is_pretrained: whether the backbone is."""
-    size = SMALL if counts.train_images < 2_000 else LARGE if counts.train_images > 50_000 else MEDIUM
+    size = SMALL
+    if counts.train_images >= 2_000:
+        size = LARGE if counts.train_images > 50_000 else MEDIUM
     header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
     backbone = PRETRAINED_BACKBONE.format("base" if size is LARGE else "tiny") if is_pretrained else NEW_BACKBONE
     length = min(100, counts.words + 2)
@@ -180,7 +184,9 @@ def _data(found: Survey, language: Language, counts: Counts) -> str:
     if language.code not in (None, ENGLISH):
         lines.append(f"  language: {language.code}")
     lines.append(f"  tokenizer: {language.tokenizer}")
-    least = 5 if counts.captions >= 20_000 else 2 if counts.captions >= 1_000 else 1
+    least = 1
+    if counts.captions >= 1_000:
+        least = 5 if counts.captions >= 20_000 else 2
     lines.append(f"  min_count: {least}  # rarer words are not in the vocabulary")
     return "\n".join(lines)
 

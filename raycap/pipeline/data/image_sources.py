@@ -82,25 +82,24 @@ def load_image(
     """
     if isinstance(source, str | Path):
         try:
-            source = read_image_file(storage_path(source, options))
+            data = read_image_file(storage_path(source, options))
         except StorageError:
             raise  # because an outage is no fault of the image
         except OSError as error:
             raise BadImage(f"{UNREADABLE}: {reason_of(error)}") from error
+        return decode_image(data, max_pixels)
     if isinstance(source, bytes | bytearray | memoryview):
         return decode_image(bytes(source), max_pixels)
     if isinstance(source, np.ndarray):
-        source = _from_array(source)
-    if not isinstance(source, Image.Image):
-        raise BadImage(f"an image of the type {type(source).__name__}; give a path, bytes, a Pillow image or an array")
-    return convert_image(source, max_pixels)
+        return convert_image(_from_array(source), max_pixels)
+    if isinstance(source, Image.Image):
+        return convert_image(source, max_pixels)
+    raise BadImage(f"an image of the type {type(source).__name__}; give a path, bytes, a Pillow image or an array")
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
     """The image of an array (H, W), (H, W, 3) or (H, W, 4) uint8. Raises BadImage for other types and shapes."""
-    has_channels = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not has_channels or 0 in array.shape:
-        raise BadImage(
-            f"an array {array.shape} of {array.dtype}; expected (H, W), (H, W, 3) or (H, W, 4) of uint8 values"
-        )
-    return Image.fromarray(array)
+    is_gray, is_color = array.ndim == 2, array.ndim == 3 and array.shape[2] in (3, 4)
+    if array.dtype == np.uint8 and array.size and (is_gray or is_color):
+        return Image.fromarray(array)
+    raise BadImage(f"an array {array.shape} of {array.dtype}; expected (H, W), (H, W, 3) or (H, W, 4) of uint8 values")

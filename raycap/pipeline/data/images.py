@@ -310,7 +310,7 @@ def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: Stora
     keys: the content key of each image, or None if it is unknown. threads: the number of threads for local files.
     """
 
-    def reason_of(uri: str, key: str | None) -> str:
+    def problem_of(uri: str, key: str | None) -> str:
         try:
             decode_image(read_image_file(StoragePath(uri, options), key), max_pixels)
         except StorageError:
@@ -319,7 +319,7 @@ def unusable(uris: np.ndarray, keys: np.ndarray, max_pixels: int, options: Stora
             return str(error)
         return ""
 
-    return _for_each(reason_of, threads, list(map(str, uris)), keys)
+    return _for_each(problem_of, threads, list(map(str, uris)), keys)
 
 
 def _for_each(function: Callable[..., Any], threads: int, uris: Sequence[str], *columns: Iterable[object]) -> list[Any]:
@@ -350,17 +350,18 @@ def decode_batch(
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
     keys = ["" if key is None else str(key) for key in batch["key"]]
     uris = list(map(str, batch["uri"]))
-    groups = [(uri, list(rows)) for uri, rows in itertools.groupby(range(len(uris)), lambda row: uris[row])]
+    groups = [list(rows) for _, rows in itertools.groupby(range(len(uris)), lambda row: uris[row])]
 
     def decode(uri: str, rows: list[int]) -> str:
         """Writes the pixels of one image into its rows. Returns the reason why it cannot be used, or ""."""
+        expected = content_key_of(keys[rows[0]])  # "" if it is unknown
         try:
-            data = read_image_file(StoragePath(uri, options), content_key_of(keys[rows[0]]))
+            data = read_image_file(StoragePath(uri, options), expected)
             digest = hashlib.sha256(data).hexdigest()
+            if expected not in ("", digest):
+                return f"{UNREADABLE}: it changed while it was being extracted"
             for row in rows:
                 keys[row] = keys[row] or digest
-            if digest != content_key_of(keys[rows[0]]):
-                return f"{UNREADABLE}: it changed while it was being extracted"
             image = decode_image(data, max_pixels)
             for row in rows:
                 pixels[row] = pixels_of(image, transform, augmentation, seed_of_key(keys[row]))
@@ -372,6 +373,6 @@ def decode_batch(
             return f"{UNREADABLE}: {reason_of(error)}"
         return ""
 
-    found = _for_each(decode, 1, *zip(*groups, strict=True)) if groups else []
-    reasons = [reason for reason, (_, rows) in zip(found, groups, strict=True) for _ in rows]
+    found = _for_each(decode, 1, [uris[rows[0]] for rows in groups], groups)
+    reasons = [reason for reason, rows in zip(found, groups, strict=True) for _ in rows]
     return {**batch, "key": np.array(keys), "pixels": pixels, "reason": np.array(reasons)}

@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +39,10 @@ from raycap.pipeline.data.formats.source import (
     is_image,
     lines_of,
     malformed,
+    prefix_of,
     read_json,
     read_split_lists,
+    split_in_name,
 )
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
@@ -59,7 +59,6 @@ from raycap.pipeline.storage.untrusted.documents import read_document
 logger = logging.getLogger(__name__)
 
 Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
-_SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
@@ -156,16 +155,14 @@ def read_annotations(
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
     taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
     table = pa.concat_tables([table, *taught])
-    ids = table["image_id"]
-    in_order = np.sort(ids.to_numpy())
-    if (in_order[1:] == in_order[:-1]).any():
-        counts = ids.value_counts()
+    counts = table["image_id"].value_counts()
+    if len(counts) < len(table):
         repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
-        uri = table["uri"].filter(pc.equal(ids, repeated))[-1].as_py()  # the last image with this id
+        uri = table["uri"].filter(pc.equal(table["image_id"], repeated))[-1].as_py()  # the last image with this id
         image = f"image {shown(uri)}"
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     table = table.append_column("key", pa.nulls(len(table), pa.string()))
-    names = [*SCHEMA.names, *([TOKENS.name] if TOKENS.name in table.column_names else [])]
+    names = [name for name in (*SCHEMA.names, TOKENS.name) if name in table.column_names]
     return Dataset(table.select(names)), rows.problems
 
 
@@ -186,12 +183,12 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     rows = Rows()
     read_sources(_find_sources(section, config, root), "auto", rows)
     table = rows.table(with_tokens="tokens" in people.column_names)
-    kept = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
-    table = table.filter(pa.array([uri in learned and any(map(str.strip, texts)) for uri, texts in kept], pa.bool_()))
-    ids = [id_of_name(f"{section.annotations} {each}") for each in table["image_id"].to_pylist()]
-    table = table.set_column(table.schema.get_field_index("image_id"), "image_id", pa.array(ids, pa.int64()))
-    splits = pa.array([section.split] * len(table), pa.string())
-    return table.set_column(table.schema.get_field_index("split"), "split", splits)
+    images = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
+    is_taught = [uri in learned and any(map(str.strip, captions)) for uri, captions in images]
+    taught = Dataset(table.filter(pa.array(is_taught, pa.bool_())))
+    ids = [id_of_name(f"{section.annotations} {image_id}") for image_id in taught.column("image_id")]
+    splits = pa.array([section.split] * len(taught), pa.string())
+    return taught.with_column("image_id", pa.array(ids, pa.int64())).with_column("split", splits).table
 
 
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
@@ -252,7 +249,9 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
     def parse(entry: Values, location: str) -> Image:
         image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
         sentences = entry["sentences"]
-        tokens = [_joined_tokens(each.get("tokens"), location) for each in sentences if source.with_tokens]
+        tokens = []
+        if source.with_tokens:
+            tokens = [_joined_tokens(sentence.get("tokens"), location) for sentence in sentences]
         split = source.splits.lists.get(entry["filename"], entry["split"])
         names = entry.get("filepath") or ".", entry["filename"]
         return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
@@ -312,14 +311,12 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise malformed(f"{path}: annotations[{number}]", error) from error
-    # COCO's annotation files have the split as a word in their names, for example captions_val2014.json.
-    words = re.findall("[a-z]+", path.name.lower())
-    split_of_name = next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
+    split_of_file = split_in_name(path.name)  # COCO's files are named by their splits, such as captions_val2014.json
 
     def parse(entry: Values, _: str) -> Image:
         image_id, filename = int(entry["id"]), entry["file_name"]
-        split = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_name
-        split = split or source.splits.drawn(source.image_prefix + filename)
+        stated = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_file
+        split = stated or source.splits.drawn(prefix_of(source.images_name) + filename)
         return image_id, split, (filename,), captions_of.pop(image_id, []), []
 
     _add_images(source, images, parse, rows)
@@ -334,31 +331,21 @@ def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
     The captions of dog.jpg are the lines of dog.txt. An image without a text file has no captions.
     """
     folder = source.annotations
-    texts: dict[str, set[str]] = {}  # {.txt, .TXT, ...: names of the text files without this ending}
-
-    def image_names() -> Iterator[str]:
-        for name, _ in folder.walk():
-            if "/." in f"/{name}":
-                continue
-            if is_image(name):
-                yield name
-            elif name.lower().endswith(".txt"):
-                texts.setdefault(name[-4:], set()).add(name[:-4])
-
     with errors_named(folder):
-        images = iter(sorted(image_names()))
+        names = sorted(name for name, _ in folder.walk() if "/." not in f"/{name}")
+    images = [name for name in names if is_image(name)]
+    text_of = {name[:-4]: name for name in names if name.lower().endswith(".txt")}  # {name without .txt: name}
 
     def read(name: str) -> tuple[str, list[str]]:
-        stem = name.rpartition(".")[0]
-        text = next((stem + ending for ending in sorted(texts, reverse=True) if stem in texts[ending]), None)
+        text = text_of.get(name.rpartition(".")[0])
         if text is None:
             return name, []
         with errors_named(folder / text):
             return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # because requests to S3 mostly wait
-        while part := list(islice(images, _FILES_PER_SLICE)):
-            yield from pool.map(read, part)
+        for start in range(0, len(images), _FILES_PER_SLICE):
+            yield from pool.map(read, images[start : start + _FILES_PER_SLICE])
 
 
 def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows: Rows) -> None:
@@ -367,7 +354,7 @@ def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows
     for name, captions in images:
         location = str(source.annotations / name)
         listed = name, name.rsplit("/", 1)[-1]
-        image_id, split = source.id_and_split({}, listed, source.member_prefix + name, location)
+        image_id, split = source.id_and_split({}, listed, prefix_of(source.annotations_name) + name, location)
         rows.add(image_id, split, location, as_texts(captions, location, rows), location)
     if rows.count == count:
         folder = source.annotations
@@ -406,11 +393,11 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
         for start in range(0, len(sources), _NUM_THREADS):
             part = sources[start : start + _NUM_THREADS]
             forms = {_form_by_name(source) if name == "auto" else name for source in part}
-            # Archives are opened in parallel, because reading their headers from S3 takes many requests.
-            in_parallel = forms == {"webdataset"}
-            opened = (pool.map if in_parallel else map)(partial(_open, name), part)
+            opened: Iterator[tuple[str, Any]] = map(partial(_open, name), part)
+            if forms == {"webdataset"}:  # opened in parallel, because reading headers from S3 takes many requests
+                opened = pool.map(partial(_open, name), part)
             for source in part:
-                form, data = next(opened)
+                form, data = next(opened)  # zip would keep the data
                 FORMATS[form].add(source, data, rows)
                 del data  # frees a JSON file, which takes much memory, before the next one is opened
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import COLUMNS, is_image, matches, opened
+from raycap.pipeline.data.formats.source import COLUMNS, SPLIT_WORDS, is_image, matches, opened, split_in_name
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.errors import UserError
@@ -32,8 +32,6 @@ from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
 MAX_HEADER_BYTES = 2**20  # limit of the first line of a table
-SPLIT_WORDS = {"train": "train", "training": "train", "test": "test"}
-SPLIT_WORDS |= dict.fromkeys(("val", "validation", "valid", "dev"), "val")
 # names of columns that are tried after those of `pipeline.data.formats.source.COLUMNS`
 OTHER_COLUMNS = {
     "image": ("img", "jpg", "png", "filename", "filepath", "file", "path", "image_path", "image_name", "image_file"),
@@ -44,8 +42,6 @@ MAX_FOLDERS = 20  # folders that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in each of these folders
 FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
 WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # fractions of the other images if some are for test
-
-
 PARQUET_WITH_IMAGES = "Parquet with images"
 
 
@@ -91,20 +87,18 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
     columns, binary = _columns_of(first)
     chosen: dict[str, str] = {}
     for role, others in OTHER_COLUMNS.items():
-        if set(COLUMNS[role]).isdisjoint(columns):
-            found = [name for other in others for name in columns if name.lower() == other]
-            found += binary if role == "image" else []
-            chosen |= {role: found[0]} if found else {}
-    image = chosen.get("image") or next((name for name in COLUMNS["image"] if name in columns), None)
+        found = [name for other in others for name in columns if name.lower() == other]
+        if role == "image":
+            found += binary
+        if found and set(COLUMNS[role]).isdisjoint(columns):
+            chosen[role] = found[0]
+    if chosen:
+        keys["columns"] = chosen
+    image_columns = [chosen["image"]] if "image" in chosen else [name for name in COLUMNS["image"] if name in columns]
+    if image_columns and image_columns[0] in binary:
+        return PARQUET_WITH_IMAGES, keys
     ending = next(ending for ending in TABLE_ENDINGS if first.name.removesuffix(".gz").endswith(ending))
-    form = PARQUET_WITH_IMAGES if image in binary else f"table ({ending})"
-    return form, keys | ({"columns": chosen} if chosen else {})
-
-
-def split_of(name: str) -> str | None:
-    """The split that a path such as data/train-0001.parquet names, or None. If there are several, the last one."""
-    words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
-    return SPLIT_WORDS[words[-1]] if words else None
+    return f"table ({ending})", keys
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -130,8 +124,9 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
     parents = {name.rpartition("/")[0] for name in texts}
     top = os.path.commonpath(parents) if all(parents) else ""
     prefix = f"{top}/" if top else ""
+    # The folders directly below `top` that have text. `top` itself is one if it has text.
     folders = sorted({top if parent == top else prefix + parent[len(prefix) :].partition("/")[0] for parent in parents})
-    splits = [split_of(folder) for folder in folders]
+    splits = [split_in_name(folder) for folder in folders]
     keys: Values = {"format": "text"}  # `auto` would not recognize a folder on S3
     if all(splits) and (len(set(splits)) > 1 or folders == [top]):
         pairs = zip(folders, splits, strict=True)
@@ -147,7 +142,7 @@ def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
     """The keys for annotation files: one file or pattern, or sources with the splits that the file names contain."""
     by_split: dict[str | None, list[str]] = {}
     for name in files:
-        by_split.setdefault(split_of(name), []).append(name)
+        by_split.setdefault(split_in_name(name), []).append(name)
     if len(files) == 1 or None in by_split:
         patterns = [{"annotations": pattern} for pattern in _patterns(files, names)]
         return dict(patterns[0]) if len(patterns) == 1 else {"sources": patterns}
@@ -163,8 +158,8 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
     if len(files) == 1:
         return list(files)
     begin = os.path.commonprefix(files).rstrip("0123456789")  # noqa: RUF071 (character by character)
-    ends = [name[len(begin) :][::-1] for name in files]
-    end = os.path.commonprefix(ends)[::-1].lstrip("0123456789")  # noqa: RUF071
+    reversed_rests = [name[len(begin) :][::-1] for name in files]
+    end = os.path.commonprefix(reversed_rests)[::-1].lstrip("0123456789")  # noqa: RUF071 (the common suffix)
     ending = f".{files[0].rsplit('.', 1)[-1]}"
     possible = [name for name in names if name.endswith(ending)]
     for pattern in (f"{begin}*{ending}", f"{begin}*{end}"):
@@ -243,26 +238,17 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
     dataset, problems = _rows(root, keys)
     if problems:
         raise UserError(problems[0])
-    captioned = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
-    if without := [uri for uri, captions in captioned if not any(map(str.strip, captions))]:
-        problem = f"{len(without)} of {len(dataset)} images have no caption ({form})"
+    images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
+    without = [uri for uri, captions in images if not any(map(str.strip, captions))]
+    if without:
         remedy = "add theirs, or remove these images"
         if len(without) == len(dataset):
-            problem = f"the {len(dataset)} images have no captions ({form})"
-            remedy = _remedy_without_captions(root, candidate, keys)
-        raise UserError(f"{shown(root)}: {problem}, first {shown(without[0])}; {remedy}")
+            remedy = "add some, or set data.columns.captions to the table's column of captions"
+        problem = f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(without[0])}"
+        raise UserError(f"{shown(root)}: {problem}; {remedy}")
     keys = keys | _split_keys(root, keys, dataset)
     dataset, _ = _rows(root, keys)  # read again, because the new keys decide the splits
     return Survey(form, root, keys, dataset)
-
-
-def _remedy_without_captions(root: StoragePath, candidate: Candidate, keys: Values) -> str:
-    """The remedy if no image has a caption. If a table has no known column for captions, its columns are named."""
-    columns = _columns_of(root / candidate.files[0])[0] if candidate.form == "table" else []
-    is_known = "captions" in keys.get("columns", {}) or not set(COLUMNS["captions"]).isdisjoint(columns)
-    if is_known or not columns:
-        return "add some"
-    return f"add some, or set data.columns.captions to one of the columns {printable(', '.join(columns))[:500]}"
 
 
 def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
@@ -291,21 +277,23 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
         dataset, _ = _rows(root, others | {"annotations": source["annotations"]})
         uris = dataset.table["uri"].slice(0, NUM_TRIED).to_pylist()
         images = [uri.removeprefix(f"{root.uri.rstrip('/')}/") for uri in uris]
-        own = source["annotations"].rpartition("/")[0]
-        counts = {
-            folder: sum((f"{folder}/{image}" if folder != "." else image) in known for image in images)
-            for folder in dict.fromkeys([".", own or ".", *frequent])
-        }
-        best = max(counts, key=counts.__getitem__)
         if images and images[0].startswith(("http:/", "https:/")):  # one slash, because the reader reduces // to /
             problem = f"{annotations} names images on the web such as {shown(images[0])}"
             raise UserError(f"{problem}; download them into its folder, and replace the addresses by their file names")
+        own = source["annotations"].rpartition("/")[0]
+        counts = {
+            folder: len(known.intersection(f"{folder}/{image}".removeprefix("/") for image in images))
+            for folder in dict.fromkeys(["", own, *frequent])
+        }
+        best = max(counts, key=counts.__getitem__)
         if not counts[best]:
             problem = f"names images such as {shown(images[0])}, which are not below {root}" if images else "is empty"
             raise UserError(f"{annotations} {problem}; put the images beside it")
-        return source if best == "." else source | {"images": best}
+        return source | {"images": best} if best else source
 
-    return keys | {"sources": list(map(completed, keys["sources"]))} if "sources" in keys else completed(keys)
+    if "sources" in keys:
+        return keys | {"sources": list(map(completed, keys["sources"]))}
+    return completed(keys)
 
 
 def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
@@ -322,9 +310,11 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
         shown_splits = ", ".join(sorted(map(shown, splits)))
         raise UserError(f"{root} has the splits {shown_splits}, and none of them is for training; name one train")
     if not val:
-        divided = _divided(root, keys, dataset, WITHOUT_TEST if test else FRACTIONS)
-        return divided | ({"test_splits": sorted(test)} if test not in ([], ["test"]) else {})
-    chosen: Values = {}
+        chosen = _divided(root, keys, dataset, WITHOUT_TEST if test else FRACTIONS)
+        if test not in ([], ["test"]):
+            chosen["test_splits"] = sorted(test)
+        return chosen
+    chosen = {}
     if not set(train) <= {"train", "restval"}:
         chosen["train_splits"] = sorted(train)
     if "val" not in val:
@@ -337,11 +327,11 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
 def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
     """The keys that divide the images by `fractions`. Raises UserError if one of these splits would have no image."""
     divided: Values = {}
-    if "sources" in keys:  # without the key split, a source's images are divided
-        divided["sources"] = [
-            {key: value for key, value in source.items() if (key, value) != ("split", "train")}
-            for source in keys["sources"]
-        ]
+    if "sources" in keys:
+        divided["sources"] = [dict(source) for source in keys["sources"]]
+        for source in divided["sources"]:
+            if source.get("split") == "train":
+                del source["split"]  # so that the source's images are divided
     divided["split_fractions"] = fractions
     if not set(fractions) <= set(_rows(root, keys | divided)[0].split_sizes()):
         raise UserError(

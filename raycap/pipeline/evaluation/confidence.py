@@ -139,7 +139,8 @@ def find_fit(fits: Sequence[Confidence], search: str) -> Confidence | None:
 
 def with_fit(fits: Sequence[Confidence], fit: Confidence) -> tuple[Confidence, ...]:
     """The fits of a model with a new one, which replaces the fit of the same search. At most MAX_FITS remain."""
-    return (*(each for each in fits if each.search != fit.search), fit)[-MAX_FITS:]
+    others = [each for each in fits if each.search != fit.search]
+    return (*others, fit)[-MAX_FITS:]
 
 
 def dump_confidences(fits: Sequence[Confidence]) -> str:
@@ -182,8 +183,8 @@ def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidenc
     search: the settings of the search as text. good_ciderd: the CIDEr-D from which a caption is good. In the synthetic
     data set it is ignored, because a caption is good there if it names the main object.
     """
-    limit = None if result.main_object_hits else good_ciderd
-    good = good_by_image(result, limit)
+    threshold = None if result.main_object_hits else good_ciderd
+    good = good_by_image(result, threshold)
     ciderd = {image: score for image, score in result.cider_by_image.items() if image in good}
     is_good = np.array([good[image] for image in ciderd], bool)
     if len(is_good) < MIN_IMAGES:
@@ -196,7 +197,7 @@ def fit_split(result: SplitScores, search: str, good_ciderd: float) -> Confidenc
         )
         return None
     signals = np.array([result.signals[image] for image in ciderd])
-    return fit_confidence(signals, is_good, np.array(list(ciderd.values())), search=search, good_ciderd=limit)
+    return fit_confidence(signals, is_good, np.array(list(ciderd.values())), search=search, good_ciderd=threshold)
 
 
 def fit_confidence(
@@ -257,12 +258,12 @@ class Quality:
     risks: tuple[Risk, ...]  # in the order of their coverage
 
     def __str__(self) -> str:
-        part, whole = next(each for each in self.risks if each.coverage >= 0.8), self.risks[-1]
+        of_most_confident = next(each for each in self.risks if each.coverage >= 0.8)
         auroc = "" if self.auroc is None else f", AUROC {self.auroc:.3f}"
         return (
             f"mean {self.mean:.3f}, calibration error {self.calibration_error:.3f} ({len(self.bins)} bins of equal "
-            f"size){auroc}, not good {whole.risk:.1%} of all captions and {part.risk:.1%} of the most confident "
-            f"{part.coverage:.0%}"
+            f"size){auroc}, not good {self.risks[-1].risk:.1%} of all captions and {of_most_confident.risk:.1%} of the "
+            f"most confident {of_most_confident.coverage:.0%}"
         )
 
     def to_json(self) -> Values:
@@ -274,9 +275,11 @@ class Quality:
 def judged_quality(result: SplitScores, confidence: Confidence) -> Quality | None:
     """The quality of a confidence on a split, or None if no image has both signals and a score."""
     good = good_by_image(result, confidence.good_ciderd)
+    if not good:
+        return None
     judgements = [confidence.judge(result.signals[image]) for image in good]
-    values = np.array([judgement.confidence for judgement in judgements if judgement is not None])
-    return measure_quality(values, np.array(list(good.values())), confidence.good) if len(values) else None
+    confidences = np.array([judgement.confidence for judgement in judgements if judgement is not None])
+    return measure_quality(confidences, np.array(list(good.values())), confidence.good)
 
 
 def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = "") -> Quality:
@@ -287,12 +290,13 @@ def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = ""
     """
     from scipy.stats import rankdata
 
-    bins, num_good, num_bad = reliability(confidences, good), int(good.sum()), int((~good).sum())
+    bins = reliability(confidences, good)
     error = sum(each.num_images * abs(each.confidence - each.good) for each in bins) / len(good)
+    num_good, num_bad = int(good.sum()), int((~good).sum())
     auroc = None
-    if num_good and num_bad:
-        above = rankdata(confidences)[good].sum() - num_good * (num_good + 1) / 2
-        auroc = float(above / (num_good * num_bad))
+    if num_good and num_bad:  # AUROC from the rank sum (Mann and Whitney)
+        num_pairs_above = rankdata(confidences)[good].sum() - num_good * (num_good + 1) / 2
+        auroc = float(num_pairs_above / (num_good * num_bad))
     return Quality(meaning, float(confidences.mean()), error, auroc, bins, risk_coverage(confidences, good))
 
 
@@ -317,13 +321,13 @@ def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]
     # 1e-9 keeps rounding errors from covering one more image
     covered = np.array([math.ceil(coverage * num_images - 1e-9) for coverage in COVERAGES])
     generator = np.random.default_rng(0)
-    parts, chunk = [], max(1, CHUNK_VALUES // num_images)
+    drawn_risks, chunk = [], max(1, CHUNK_VALUES // num_images)
     for start in range(0, RESAMPLES, chunk):
         shape = (min(chunk, RESAMPLES - start), num_images)
         # Sorted positions keep the drawn images in the order of their confidence.
         drawn = np.sort(generator.integers(0, num_images, shape), axis=1)
-        parts.append(np.cumsum(bad[drawn], axis=1)[:, covered - 1] / covered)
+        drawn_risks.append(np.cumsum(bad[drawn], axis=1)[:, covered - 1] / covered)
     tail = (1 - INTERVAL) / 2
-    low, high = np.quantile(np.concatenate(parts), [tail, 1 - tail], axis=0)
+    low, high = np.quantile(np.concatenate(drawn_risks), [tail, 1 - tail], axis=0)
     risks = np.cumsum(bad)[covered - 1] / covered
     return tuple(Risk(*map(float, row)) for row in zip(COVERAGES, risks, low, high, strict=True))

@@ -37,7 +37,7 @@ from raycap.pipeline.evaluation.captioning.bundle import (
     store_results,
 )
 from raycap.pipeline.evaluation.captioning.constraints import load_automata
-from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel, caption_on_cluster
+from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, TaskModel, caption_on_cluster
 from raycap.pipeline.evaluation.comparison.protocol import (
     SEARCH_KEYS,
     Protocol,
@@ -111,12 +111,12 @@ def evaluate(
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
     inputs = find_inputs(bundles, images, settings, address)
-    captioned = Captioned({split: {} for split in images}, 0.0)
     if options.captions is None:
-        captioned = _captioned(bundles, inputs, settings, address, automata, options)
+        by_split, seconds_per_image = _new_captions(bundles, inputs, settings, address, automata, options)
         if options.keep is not None:
-            options.keep(captioned.splits)
-    by_split = captioned.splits if options.captions is None else options.captions
+            options.keep(by_split)
+    else:
+        by_split, seconds_per_image = options.captions, None
 
     def split_scores(split: str) -> SplitScores:
         found = SplitScores(split, by_split[split], ConstraintCounts.of(by_split[split], automata[split]))
@@ -126,9 +126,7 @@ def evaluate(
     max_workers = 1 if why_unavailable("SPICE") is None else None
     with ThreadPoolExecutor(max_workers) as pool:  # threads are enough, because most of the work is in Java processes
         splits = tuple(pool.map(split_scores, images))
-    num_images = len({image for part in captioned.splits.values() for image, each in part.items() if not each.error})
-    seconds = captioned.seconds / num_images if num_images else None
-    scores = Scores(tuple(bundles), protocol, settings.evaluation, splits, inputs, seconds_per_image=seconds)
+    scores = Scores(tuple(bundles), protocol, settings.evaluation, splits, inputs, seconds_per_image=seconds_per_image)
     return scores if options.metrics else _with_confidence(scores, settings)
 
 
@@ -234,10 +232,9 @@ def caption_scores(
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
         return None
-    data, language = settings.data, language or settings.data.language
-    options = settings.storage.options
+    language, options = language or settings.data.language, settings.storage.options
     inputs = ScoreInputs.read(
-        settings.evaluation.inputs, language, data, several=several, uris=images.uris(), options=options
+        settings.evaluation.inputs, language, settings.data, several=several, uris=images.uris(), options=options
     )
     return score_captions(
         references,
@@ -259,7 +256,7 @@ def _scored(
     if result.alignment is not None:
         logger.info(f"search    {split}: alignment of words and patches {result.alignment:.3f}")
     data = settings.data
-    is_test = split in data.test_splits or split != data.val_split
+    is_test = split in data.test_splits or split != data.val_split  # a validation split may also be a test split
     scores = caption_scores(
         result.captions,
         part,
@@ -274,8 +271,8 @@ def _scored(
         references = part.references()
         scored = {image: result.captions[image] for image in scores.image_ids}
         hits = main_object_hits(scored, {image: references[image] for image in scored}, data.language)
-    result = replace(result, scores=scores, main_object_hits=hits)
-    return replace(result, published=published_rows(protocol, split, result.scored_uris(part.uris())))
+    scored_split = replace(result, scores=scores, main_object_hits=hits)
+    return replace(scored_split, published=published_rows(protocol, split, scored_split.scored_uris(part.uris())))
 
 
 def images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Dataset]:
@@ -307,7 +304,6 @@ def find_inputs(
     bundle captions it, because an ensemble needs all of them.
     """
     table = pa.concat_tables([part.table for part in images.values()])
-    ids = {split: part.column("image_id") for split, part in images.items()}
     _, first = np.unique(table["image_id"].to_numpy(), return_index=True)  # because `all` repeats images of splits
     every = Dataset(table.take(np.sort(first)))
     has_backbone = [read_bundle_config(fetched(bundle)).get("backbone") is not None for bundle in bundles]
@@ -324,22 +320,15 @@ def find_inputs(
             stores[number] = extracted.store
             missing |= extracted.missing
     usable = (every.readable() if any(stores) else every).without([*missing])
-    left_out = set(every.column("image_id")) - set(usable.column("image_id"))
-    named = zip(*(every.column(name) for name in ("image_id", "uri", "key")), strict=True)
-    numbers = usable.table["image_id"]
-    return Inputs(
-        {
-            split: Dataset(usable.table.filter(pc.is_in(numbers, pa.array(part, numbers.type))))
-            for split, part in ids.items()
-        },
-        ids,
-        {
-            image: unreadable.get(uri) or missing.get(key) or "it has no features"
-            for image, uri, key in named
-            if image in left_out
-        },
-        tuple(stores),
-    )
+    usable_ids = usable.table["image_id"]
+    by_split, reasons = {}, {}
+    for split, part in images.items():
+        by_split[split] = Dataset(usable.table.filter(pc.is_in(usable_ids, part.table["image_id"])))
+    left_out = Dataset(every.table.filter(pc.invert(pc.is_in(every.table["image_id"], usable_ids))))
+    for image, uri, key in zip(*(left_out.column(name) for name in ("image_id", "uri", "key")), strict=True):
+        reasons[image] = unreadable.get(uri) or missing.get(key) or "it has no features"
+    ids = {split: part.column("image_id") for split, part in images.items()}
+    return Inputs(by_split, ids, reasons, tuple(stores))
 
 
 def _extracted(
@@ -363,15 +352,15 @@ def _extracted(
     return every, extract_features(config, every, weights, start, unreadable, transform)
 
 
-def _captioned(
+def _new_captions(
     bundles: Sequence[StoragePath],
     inputs: Inputs,
     settings: RunConfig,
     address: str | None,
     automata: Automata,
     options: Options,
-) -> Captioned:
-    """Captions the images of each split.
+) -> tuple[SplitCaptions, float | None]:
+    """Captions the images of each split. Returns the captions, and a worker's seconds per image if there are images.
 
     If one split has all images, and all splits have the same constraints, only this split is captioned. The other
     splits share its captions.
@@ -379,21 +368,18 @@ def _captioned(
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
     models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
-    every = {image for part in inputs.images.values() for image in part.column("image_id")}
     tasks = {split: SplitTask(part, automata[split]) for split, part in inputs.images.items()}
-    whole = {
-        split: task
-        for split, task in tasks.items()
-        if len(task.images) == len(every) and all(other == automata[split] for other in automata.values())
-    }
-    chosen = dict([*whole.items()][:1]) or tasks
-    captioned = caption_on_cluster(models, chosen, settings, with_values=not options.metrics)
-    captions = {image: each for part in captioned.splits.values() for image, each in part.items()}
+    num_images = len({image for part in inputs.images.values() for image in part.column("image_id")})
+    largest = max(tasks, key=lambda split: len(tasks[split].images))
+    has_every_image = len(tasks[largest].images) == num_images
+    if has_every_image and all(each == automata[largest] for each in automata.values()):
+        tasks = {largest: tasks[largest]}
+    found = caption_on_cluster(models, tasks, settings, with_values=not options.metrics)
+    captions = {image: each for part in found.splits.values() for image, each in part.items()}
+    num_captioned = sum(not each.error for each in captions.values())
     captions |= {image: ImageCaption(error=reason) for image, reason in inputs.unreadable.items()}
-    return Captioned(
-        {split: {image: captions[image] for image in ids} for split, ids in inputs.image_ids.items()},
-        captioned.seconds,
-    )
+    by_split = {split: {image: captions[image] for image in ids} for split, ids in inputs.image_ids.items()}
+    return by_split, found.seconds / num_captioned if num_captioned else None
 
 
 def _with_confidence(scores: Scores, settings: RunConfig) -> Scores:
@@ -404,18 +390,21 @@ def _with_confidence(scores: Scores, settings: RunConfig) -> Scores:
     """
     if len(scores.bundles) > 1 or not any(each.signals for each in scores.splits):
         return scores
-    (bundle,), evaluation = scores.bundles, settings.evaluation
+    (bundle,), evaluation, val_split = scores.bundles, settings.evaluation, settings.data.val_split
     search = confidence_search(evaluation, max_positions(bundle))
-    validation = [each for each in scores.splits if each.split == settings.data.val_split and each.signals]
-    fitted = fit_split(validation[0], search, evaluation.good_ciderd) if validation else None
-    confidence = fitted or find_fit(read_confidences(fetched(bundle)), search)
+    confidence = fitted = None
+    has_validation = any(each.split == val_split and each.signals for each in scores.splits)
+    if has_validation:
+        confidence = fitted = fit_split(scores[val_split], search, evaluation.good_ciderd)
     if confidence is None:
-        if not validation:
+        confidence = find_fit(read_confidences(fetched(bundle)), search)
+    if confidence is None:
+        if not has_validation:
             logger.info("confidence   none was fitted with this search; evaluate the validation split to fit it")
         return scores
     splits = []
     for each in scores.splits:
-        quality = None if each in validation else judged_quality(each, confidence)
+        quality = None if each.split == val_split else judged_quality(each, confidence)
         if quality is not None:
             logger.info(f"confidence   {each.split}: {quality}")
         splits.append(replace(each, quality=quality))

@@ -8,7 +8,7 @@ need.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,10 +55,9 @@ class RankedCaption:
 
     def to_json(self) -> Values:
         """The caption's entry in an n-best file, without tokens and without values that were not computed."""
-        values = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("tokens", "ids")
-        }
-        return {key: value for key, value in values.items() if value is not None and value != ()}
+        entry: Values = {"caption": self.caption, "log_prob": self.log_prob}
+        computed = {"alignment": self.alignment, "num_satisfied": self.num_satisfied, "signals": self.signals or None}
+        return entry | {key: value for key, value in computed.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,7 @@ class Explanation:
 
     grid: (rows, columns). attention: (W, N), the cross-attention of the last decoder layer. Each row sums to 1 if the
     tokens before the grid are added. attribution: (W, N), the share of each image token in the change of the word's
-    log-probability, by integrated gradients, or None if it was not computed. steps: the number of integration steps.
-    gap: the largest difference, in nats, between this change and the sum of a word's attributions.
+    log-probability, by integrated gradients, or None if it was not computed.
     """
 
     caption: str
@@ -115,8 +113,6 @@ class Explanation:
     grid: tuple[int, int]
     attention: np.ndarray
     attribution: np.ndarray | None = None
-    steps: int = 0
-    gap: float = 0.0
 
 
 class ConstraintCounts(NamedTuple):
@@ -130,14 +126,14 @@ class ConstraintCounts(NamedTuple):
         cls, captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
     ) -> ConstraintCounts | None:
         """Counts the images by their best captions. Returns None if no image has constraints."""
-        satisfied = {image: each.n_best[0].num_satisfied or 0 for image, each in captions.items() if each.n_best}
-        required = {
-            image: automata[image].num_required
-            for image in satisfied
-            if image in automata and automata[image].num_required
-        }
-        not_held = [image for image, number in required.items() if satisfied[image] < number]
-        return cls(len(required), not_held) if required else None
+        num_images, not_held = 0, []
+        for image, each in captions.items():
+            num_required = automata[image].num_required if image in automata else 0
+            if num_required and each.n_best:
+                num_images += 1
+                if (each.n_best[0].num_satisfied or 0) < num_required:
+                    not_held.append(image)
+        return cls(num_images, not_held) if num_images else None
 
     def __str__(self) -> str:
         return f"{self.images - len(self.not_held)} of {self.images} captions satisfy the required constraints"
@@ -210,8 +206,10 @@ class SplitScores:
     @cached_property
     def cider_by_image(self) -> dict[int, float]:
         """{image id: CIDEr-D}, or {} if CIDEr-D is unavailable."""
-        score = None if self.scores is None else self.scores.by_name.get("CIDEr-D")
-        if self.scores is None or score is None or score.per_image is None:
+        if self.scores is None:
+            return {}
+        score = self.scores.by_name.get("CIDEr-D")
+        if score is None or score.per_image is None:
             return {}
         return dict(zip(self.scores.image_ids, score.per_image, strict=True))
 
@@ -222,21 +220,22 @@ class SplitScores:
 
     def to_json(self) -> Values:
         """The split's entry in scores.json."""
-        rows = [
-            {"name": row.name, "table": row.table, "scores": row.scores, "difference": difference}
-            for row, difference in self.published
-        ]
-        entry = {
+        entry: Values = {
             "images": len(self.captions),
             "unreadable": self.unreadable,
             "alignment": self.alignment,
-            "constraints": self.constraints and self.constraints._asdict(),
-            "published": rows,
+            "constraints": None if self.constraints is None else self.constraints._asdict(),
+            "published": [
+                {"name": row.name, "table": row.table, "scores": row.scores, "difference": difference}
+                for row, difference in self.published
+            ],
         }
         if self.scores is not None:
-            of_images = {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
-            entry |= self.scores.to_json() | of_images
-        return entry if self.quality is None else entry | {"confidence": self.quality.to_json()}
+            entry |= self.scores.to_json()
+            entry |= {"main_object": self.main_object, "per_image_CIDEr-D": self.cider_by_image}
+        if self.quality is not None:
+            entry["confidence"] = self.quality.to_json()
+        return entry
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""

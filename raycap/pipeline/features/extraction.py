@@ -138,16 +138,16 @@ def with_views(dataset: Dataset, config: RunConfig) -> Dataset:
     views = config.features.training_views
     if views is None:
         return dataset
-    data = config.data
-    unchanged = {data.val_split, *data.test_splits}
-    keys = [
-        ([] if split in data.train_splits and split not in unchanged else [key])
-        + (views.keys(key) if split in data.train_splits and key is not None else [])
-        for key, split in zip(dataset.column("key"), dataset.column("split"), strict=True)
-    ]
-    rows = dataset.table.select(["uri", "key"])
-    rows = rows.take(pa.array(np.repeat(np.arange(len(keys)), [len(each) for each in keys])))
-    return Dataset(rows).with_column("key", pa.array([key for each in keys for key in each], pa.string()))
+    rows: dict[str, list[str | None]] = {"uri": [], "key": []}
+    for uri, key, split in zip(*map(dataset.column, ("uri", "key", "split")), strict=True):
+        is_trained = split in config.data.train_splits
+        is_scored = split in (config.data.val_split, *config.data.test_splits)
+        keys = [] if is_trained and not is_scored else [key]
+        if is_trained and key is not None:
+            keys += views.keys(key)
+        rows["uri"] += [uri] * len(keys)
+        rows["key"] += keys
+    return Dataset(pa.table(rows, schema=pa.schema([("uri", pa.string()), ("key", pa.string())])))
 
 
 def describe_features(config: RunConfig, num_tokens: int, num_parameters: int) -> str:
@@ -202,14 +202,13 @@ class Plan(NamedTuple):
 
 def plan_extraction(dataset: Dataset, folder: StoragePath, max_pixels: int) -> Plan:
     """Finds the images of a data set that a store lacks. dataset: with content keys or keys of views."""
-    quarantined = {
-        row["key"]: row["reason"]
-        for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist()
-        if row["key"]
-        and not row["reason"].startswith(UNREADABLE)
+    quarantined: dict[str, str] = {}
+    for row in read_cache(folder / QUARANTINE_FILE, QUARANTINE).to_pylist():
+        reason = row["reason"]
         # An image that was too large for another limit may be within `max_pixels` now.
-        and ("pixels, more than" not in row["reason"] or row["reason"].endswith(f" {max_pixels}"))
-    }
+        may_fit = "pixels, more than" in reason and not reason.endswith(f" {max_pixels}")
+        if row["key"] and not reason.startswith(UNREADABLE) and not may_fit:
+            quarantined[row["key"]] = reason
     images = dataset.readable().table.select(["key", "uri"])
     images = images.take(pc.index_in(pc.unique(images["key"]), value_set=images["key"]))
     contents = content_keys_of(images)
@@ -235,14 +234,15 @@ def extract(
     description = extractor.describe()
     folder = storage_path(features) / feature_key(description)
     remove_orphans(folder)
-    total, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
-    count = len(missing)
+    num_images, missing, unusable = plan_extraction(dataset, folder, extractor.max_pixels)
+    num_missing = len(missing)
     unit = "images and views" if extractor.settings.views else "images"
-    logger.info(f"features  {folder.name}: {total - count} of {total} {unit} there, {count} to compute")
-    if count:
+    num_there = num_images - num_missing
+    logger.info(f"features  {folder.name}: {num_there} of {num_images} {unit} there, {num_missing} to compute")
+    if num_missing:
         watch = start_ray()
         begin, done = time.monotonic(), 0
-        with watch as progressed, progress("features  ", count) as advance:
+        with watch as progressed, progress("features  ", num_missing) as advance:
             for batch in compute(missing, folder, extractor):
                 rows = zip(batch["key"], batch["reason"], strict=True)
                 unusable |= {content_key_of(str(key)): str(reason) for key, reason in rows if reason}
@@ -251,8 +251,8 @@ def extract(
                 progressed()
         seconds = time.monotonic() - begin
         logger.info(f"features    {done} {unit} in {seconds:.0f} s, {done / seconds:.0f} images/s")
-        if done != count:
-            raise RuntimeError(f"Ray Data returned {done} of {count} {unit}; run the extraction again")
+        if done != num_missing:
+            raise RuntimeError(f"Ray Data returned {done} of {num_missing} {unit}; run the extraction again")
     write_quarantine(folder, dataset, unusable, unreadable or {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
@@ -267,7 +267,7 @@ def hashing_extraction(
     next call of `extract` lists this image in the quarantine. features: the folder of all stores.
     """
     folder = storage_path(features) / feature_key(extractor.describe())
-    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))
+    known = _key_numbers(FeatureStore(folder).keys.to_pylist())
     logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
     images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
     with start_ray() as progressed:
@@ -286,8 +286,8 @@ def compute(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the sorted
-    numbers (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
+    images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the numbers
+    (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
     Yields the rows of each finished shard with a column reason, which is "" for an image whose features are stored.
     """
     import ray
@@ -298,15 +298,14 @@ def compute(
     repeat_interrupted_tasks()
     DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller watches for stalls
     settings = extractor.settings
-    arguments = {"folder": folder, "extractor": extractor}
+    arguments = {"folder": folder, "extractor": extractor}  # of `ShardWriter`
     if known is not None and len(known):
         arguments["known"] = ray.put(known)
     if folder.is_remote:  # because workers on other machines cannot read this machine's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = len(images) <= settings.max_images_for_tasks and not settings.gpus_per_actor
-    # With actors, blocks are small enough to decode in parallel. With tasks, a block is one task and one shard.
-    block_rows = settings.rows_per_shard
-    if not uses_tasks:
+    block_rows = settings.rows_per_shard  # with tasks, a block is one task and one shard
+    if not uses_tasks:  # blocks are small enough to be decoded in parallel
         block_rows = max(1, min(block_rows, math.ceil(len(images) / MIN_BLOCKS)))
     starts = range(0, len(images), block_rows)
     # `from_arrow` would be slower, because it runs a task for each block.
@@ -402,7 +401,7 @@ class ShardWriter:
         if self.known is not None:
             # A file without a key gets the number 0, which does not matter, because its reason excludes it already.
             numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])
-            is_wanted &= np.searchsorted(self.known, numbers, "right") == np.searchsorted(self.known, numbers, "left")
+            is_wanted &= ~np.isin(numbers, self.known)
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # an earlier attempt may have written the shard

@@ -60,7 +60,8 @@ def feature_width(dataset: Dataset, config: RunConfig) -> int:
     reason = ""
     with open_regions(region_file(config)) as file:
         for image_id in dataset.column("image_id"):
-            if not (reasons := _check_images(file, [image_id], config)):
+            reasons = _check_images(file, [image_id], config)
+            if not reasons:
                 return int(_features_of(file, image_id).shape[1])
             reason = reason or reasons[image_id]
     first = dataset.column("image_id")[0]
@@ -275,7 +276,8 @@ def _problem_of(stored: Any) -> str:
     if stored.is_virtual or stored.external:
         return "has its values in another file; the file must contain them itself"
     filters = _filters(stored)
-    if len(filters) != len({*filters} & {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}):
+    allowed = {h5z.FILTER_SHUFFLE, h5z.FILTER_DEFLATE, h5z.FILTER_FLETCHER32}
+    if set(filters) - allowed or len(set(filters)) < len(filters):
         return f"has the HDF5 filters {filters}; write it with gzip compression or without"
     chunks = stored.chunks or [max(1, side) for side in stored.shape]
     num_chunks = math.prod(math.ceil(side / chunk) for side, chunk in zip(stored.shape, chunks, strict=True))
@@ -286,8 +288,9 @@ def _problem_of(stored: Any) -> str:
         return f"has {max(num_bytes, num_stored)} bytes, more than an image's features need"
     if num_chunks > _MAX_CHUNKS:
         return f"has {num_chunks} chunks, more than {_MAX_CHUNKS}; write it with larger ones"
-    is_compressed = h5z.FILTER_DEFLATE in filters
-    least = min(1, num_bytes) if is_compressed else num_values * stored.id.get_type().get_size()
+    least = num_values * stored.id.get_type().get_size()
+    if h5z.FILTER_DEFLATE in filters:
+        least = min(1, num_bytes)
     if num_stored < least:
         return f"has shape {stored.shape} and {'too few' if num_stored else 'no'} stored values"
     return ""
@@ -324,14 +327,15 @@ def _require_true_size(stored: Any, max_regions: int) -> None:
     """Raises ValueError if a compressed chunk of the first rows decompresses to more than a chunk's size."""
     from h5py import h5z
 
-    filters, chunks = _filters(stored), list[Any]()
+    filters = _filters(stored)
     if h5z.FILTER_DEFLATE not in filters:
         return
-    is_raw = 1 << filters.index(h5z.FILTER_DEFLATE)  # the bit in `filter_mask` of a chunk that is not compressed
+    raw_bit = 1 << filters.index(h5z.FILTER_DEFLATE)  # the bit in `filter_mask` of a chunk that is not compressed
     max_bytes = math.prod(stored.chunks) * stored.dtype.itemsize + 4  # 4: the checksum of fletcher32
+    chunks: list[Any] = []
     stored.id.chunk_iter(chunks.append)
     for chunk in chunks:
-        if chunk.chunk_offset[0] < max_regions and not chunk.filter_mask & is_raw:
+        if chunk.chunk_offset[0] < max_regions and not chunk.filter_mask & raw_bit:
             _, data = stored.id.read_direct_chunk(chunk.chunk_offset)
             if len(zlib.decompressobj().decompress(data, max_bytes + 1)) > max_bytes:
                 raise ValueError(f"a chunk decompresses to more than its {max_bytes} bytes")

@@ -173,10 +173,7 @@ class FeatureStore:
     """
 
     def __init__(
-        self,
-        folder: StoragePath | Path | str,
-        cache: Path | None = None,
-        cache_bytes: int | None = None,
+        self, folder: StoragePath | Path | str, cache: Path | None = None, cache_bytes: int | None = None
     ) -> None:
         """cache: the folder for copies of remote shards. cache_bytes: its size, or None for half of the free space."""
         self.folder = storage_path(folder)
@@ -214,25 +211,21 @@ class FeatureStore:
         Raises DamagedError with the first key that the store lacks.
         """
         positions = np.asarray(pc.fill_null(pc.index_in(content_keys, value_set=self.keys), -1), np.int64)
-        if (missing := np.flatnonzero(positions < 0)).size:
+        missing = np.flatnonzero(positions < 0)
+        if missing.size:
             key = content_keys[int(missing[0])].as_py()
             raise DamagedError(f"features of image {key} are not in {self.folder}; run the extraction again")
         return positions
 
     def gather_at(self, positions: np.ndarray) -> np.ndarray:
         """The features (len(positions), N, C) of images. An image with fewer than N regions is padded with zeros."""
-        shards, rows = self._shard[positions].tolist(), self._row[positions].tolist()
-        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row, which is the order on disk
-        if not order:
+        if not len(positions):
             return np.empty((0, 0, 0), np.float16)
-        with self._lock:
-            new = sorted(set(shards) - self._open.keys())
-        # Several shards that must be copied or checked are prepared in parallel.
-        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):
-            with ThreadPoolExecutor(NUM_COPIES) as pool:
-                list(pool.map(self._local_file, new))
-        first = self._opened(shards[order[0]])
+        shards, rows = self._shard[positions].tolist(), self._row[positions].tolist()
+        self._prepare(set(shards))
+        first = self._opened(shards[0])
         result = np.empty((len(rows), *first.shape[1:]), first.dtype)
+        order = np.lexsort((rows, shards)).tolist()  # by shard, then by row, which is the order on disk
         for index in order:
             self._opened(shards[index]).prefetch(rows[index])
 
@@ -251,6 +244,14 @@ class FeatureStore:
             with ThreadPoolExecutor(NUM_READS) as pool:
                 list(pool.map(copy_row, remote))
         return result
+
+    def _prepare(self, shards: set[int]) -> None:
+        """Copies or checks shards in parallel if several of them need it."""
+        with self._lock:
+            new = sorted(shards - self._open.keys())
+        if len(new) > 1 and (self._cache is not None or not self._whole.issuperset(new)):
+            with ThreadPoolExecutor(NUM_COPIES) as pool:
+                list(pool.map(self._local_file, new))
 
     def regions_at(self, positions: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The numbers of regions (len(positions),) int64, and their boxes (len(positions), N, 4) float32, of images.
@@ -330,7 +331,8 @@ class FeatureStore:
         try:
             yield
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EIO):
+            is_damage = isinstance(error, ValueError) or error.errno in (errno.ENOENT, errno.EIO)
+            if not is_damage:
                 raise
             info = self.shards[number]
             raise self._reject(info, f"{self._path(info)}: {one_line(error)}") from error

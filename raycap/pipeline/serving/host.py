@@ -112,8 +112,7 @@ class LoadedModel:
 
     def caption(self, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
         """Captions images (H, W, 3) uint8. Raises UserError if the model does not support the search."""
-        given = {"beam_size": search.beam_size, "max_length": search.max_length}
-        changes = {key: value for key, value in given.items() if value is not None}
+        changes = {"beam_size": search.beam_size, "max_length": search.max_length}
         settings = self.service.changed_search(changes, search.num_results)
         return self.service.caption(self.normalized(pixels), settings)
 

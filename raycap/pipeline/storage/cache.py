@@ -100,12 +100,12 @@ class ShardCache:
         if _use(path, sha256):
             return path
         with file_lock(self.folder / f"{sha256[0]}.lock"):  # one of 16 locks, so that few downloads must wait
-            if not _use(path, sha256):  # another process may have added the file while this one waited
-                path.unlink(missing_ok=True)  # removes a damaged copy
-                if size > min(self.limit, free_bytes(self.folder) + used_bytes(self.folder)):
-                    return None
-                return path if self.add(path, _fetch(source, sha256)) else None
-        return path
+            if _use(path, sha256):  # another process has added the file while this one waited
+                return path
+            path.unlink(missing_ok=True)  # removes a damaged copy
+            if size > min(self.limit, free_bytes(self.folder) + used_bytes(self.folder)):
+                return None
+            return path if self.add(path, _fetch(source, sha256)) else None
 
     def add(self, path: Path, data: bytes) -> bool:
         """Writes a file. Before that, removes the least recently used files until the new one fits.

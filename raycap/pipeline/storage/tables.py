@@ -41,8 +41,8 @@ def to_bytes(table: pa.Table) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def from_bytes(data: bytes, schema: pa.Schema | None, name: str = "the table") -> pa.Table:
-    """Decodes the content of a Parquet file. name: for errors. schema: if it is None, the file's own schema.
+def from_bytes(data: bytes, schema: pa.Schema, name: str = "the table") -> pa.Table:
+    """Decodes the content of a Parquet file. name: for errors.
 
     Raises DamagedError if the content is damaged or does not fit the schema.
     """

@@ -101,7 +101,7 @@ def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captione
         ({"dataset.json": b"{"}, "is not valid JSON"),
         ({"part.parquet": b"x" * 600}, "is not a readable Parquet file"),
         ({"a.csv": b"image,caption\nx.jpg,a cat\n"}, "names images such as x.jpg, which are not below"),
-        ({"a.csv": b"image,caption\nx.jpg,\n", "x.jpg": b"x"}, "x.jpg; add some\n"),
+        ({"a.csv": b"image,caption\nx.jpg,\n", "x.jpg": b"x"}, "x.jpg; add some, or set data.columns.captions"),
         ({"a.csv": b"image,caption\nx.jpg,a cat\n", "x.jpg": b"x"}, "are too few to divide"),
     ],
 )

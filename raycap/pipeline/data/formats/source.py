@@ -13,11 +13,11 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -36,6 +36,10 @@ COLUMNS = {
     "id": ("id",),
     "split": ("split",),
 }
+SPLIT_WORDS = {  # {word in a name: split}
+    "train": "train", "training": "train", "test": "test", "val": "val", "validation": "val", "valid": "val",
+    "dev": "val",
+}  # fmt: skip
 IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
 MAX_FILES = 100_000  # files that one pattern may name
@@ -67,11 +71,15 @@ class Splits:
             return "train"
         digest = _digest(f"{self.seed} {name}")
         position = int.from_bytes(digest[:6], "big") / 2**48 * sum(self.fractions.values())
-        for split, fraction in sorted(self.fractions.items()):
-            position -= fraction
-            if position < 0:
-                return split
-        return max(self.fractions)
+        splits = sorted(self.fractions)
+        ends = itertools.accumulate(self.fractions[split] for split in splits)
+        return next((split for split, end in zip(splits, ends, strict=True) if position < end), splits[-1])
+
+
+def split_in_name(name: str) -> str | None:
+    """The split that a path such as data/train-0001.parquet names, or None. If there are several, the last one."""
+    words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
+    return SPLIT_WORDS[words[-1]] if words else None
 
 
 def id_of_name(name: str) -> int:
@@ -156,8 +164,9 @@ def find_files(root: StoragePath, pattern: str) -> list[str]:
     """
     if not (glob.has_magic(pattern) or _BRACES.search(pattern)) or (root / pattern).exists():
         return [pattern]
-    patterns = list(itertools.islice(_expanded(pattern), MAX_FILES + 1))
-    found = [name for each in patterns for name in (matching(root, each) if glob.has_magic(each) else [each])]
+    found: list[str] = []
+    for each in itertools.islice(_expanded(pattern), MAX_FILES + 1):
+        found += matching(root, each) if glob.has_magic(each) else [each]
     if not 0 < len(found) <= MAX_FILES:
         problem = f"names more than {MAX_FILES} files" if found else "matches no file"
         raise UserError(f"data.annotations: {shown(pattern)} {problem} below {root}; correct the pattern")
@@ -171,8 +180,11 @@ def _expanded(pattern: str) -> Iterator[str]:
         yield pattern
         return
     first, last, words = match.groups()
-    numbers = range(int(first), int(last) + 1) if words is None else ()
-    for value in (str(number).zfill(len(first)) for number in numbers) if words is None else words.split(","):
+    if words is None:
+        values: Iterable[str] = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    else:
+        values = words.split(",")
+    for value in values:
         for rest in _expanded(pattern[match.end() :]):
             yield f"{pattern[: match.start()]}{value}{rest}"
 
@@ -219,16 +231,6 @@ class Source:
         chosen = self.columns.model_dump()
         return {column: names if chosen[column] is None else (chosen[column],) for column, names in COLUMNS.items()}
 
-    @cached_property
-    def image_prefix(self) -> str:
-        """The prefix of image files' names: the configuration's path of `images`, with a slash."""
-        return _prefix(self.images_name)
-
-    @cached_property
-    def member_prefix(self) -> str:
-        """The prefix of the names of images inside `annotations`: the configuration's path of it, with a slash."""
-        return _prefix(self.annotations_name)
-
     def value(self, entry: Mapping[str, object], column: str, location: str) -> Any:
         """The value of a column of COLUMNS in an entry. None if the entry does not have the column.
 
@@ -251,16 +253,18 @@ class Source:
         The split is the first that is given by: the lists, the entry, the source, a hash of the name. listed: names by
         which the lists may contain the image. Raises UserError for values of a wrong type.
         """
-        identifier, image_id = self.value(entry, "id", location), None
+        names, image_id = listed, None
+        identifier = self.value(entry, "id", location)
         if identifier not in (None, ""):
             image_id = _whole_number(identifier)
-            if image_id is None and (self.columns.id is not None or not isinstance(identifier, str)):
+            must_be_number = self.columns.id is not None or not isinstance(identifier, str)
+            if image_id is None and must_be_number:
                 remedy = "set data.columns.id to a column that is; without a column id, ids are hashes of file names"
                 raise UserError(f"{location}: id {quoted(identifier)} is not a whole number; {remedy}")
-            listed = (*listed, str(identifier))
+            names = (*listed, str(identifier))
         if image_id is None:
             image_id = id_of_name(name)
-        split = self.splits.listed(*listed)
+        split = self.splits.listed(*names)
         if split is None:
             split = self.value(entry, "split", location)
         if split in (None, ""):
@@ -285,28 +289,33 @@ def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
 
     name: relative to the folder, or a whole path or URI. Raises UserError if the name leads out of the folder.
     """
-    if name and name[0] not in "./" and "/." not in name and "//" not in name and not name.endswith("/"):
-        return join(folder.uri, name), name  # a fast path for most names, because there may be a million
+    is_plain = name[:1] not in ("", ".", "/") and name[-1] != "/" and "/." not in name and "//" not in name
+    if is_plain:  # most names are, and there may be a million
+        return join(folder.uri, name), name
     if is_remote(name):
-        if not name.startswith(join(folder.uri, "")):
+        prefix = join(folder.uri, "")
+        if not name.startswith(prefix):
             raise UserError(f"{location}: {quoted(name)} is outside of {folder}; set data.images to the images' prefix")
-        name = name.removeprefix(join(folder.uri, ""))
+        name = name.removeprefix(prefix)
     if folder.is_remote:
         relative = os.path.normpath(name)
-        is_inside, uri = not relative.startswith(("..", "/")), join(folder.uri, relative).removesuffix("/.")
+        uri = join(folder.uri, relative).removesuffix("/.")
+        is_inside = not relative.startswith(("..", "/"))
     else:
         base = os.path.normpath(folder.uri)
         uri = os.path.normpath(os.path.join(base, name))  # noqa: PTH118 (a Path would keep the '..')
-        is_inside, relative = uri == base or uri.startswith(base.rstrip("/") + "/"), uri[len(base) :].lstrip("/")
+        relative = uri[len(base) :].lstrip("/")
+        is_inside = uri == base or uri.startswith(base.rstrip("/") + "/")
     if not is_inside:
         raise UserError(f"{location}: {quoted(name)} is outside of {folder}; give a path below it")
     return uri, relative
 
 
-def _prefix(folder: str) -> str:
-    """The configuration's path of a folder with a slash at its end, or "" for the data set's folder itself."""
-    folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
-    return "" if folder == "." else f"{folder}/"
+@cache
+def prefix_of(folder: str) -> str:
+    """The configuration's path of a folder or archive, with which the names of images in it begin: "" or PATH/."""
+    path = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
+    return "" if path == "." else f"{path}/"
 
 
 class Rows:
@@ -351,13 +360,13 @@ class Rows:
 
 def as_list(value: object) -> list[Any]:
     """The captions in a cell with a list, one caption, or nothing. In a CSV file, a list is written as JSON."""
+    if value is None:
+        return []
     if isinstance(value, str) and value.startswith("["):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # a caption may begin with a bracket
             items = parse_json(value, "cell", strict=False)
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return items
-    if value is None:
-        return []
     return value if isinstance(value, list) else [value]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, read_file
+from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, prefix_of, read_file
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
@@ -27,28 +27,29 @@ class StoredImage(NamedTuple):
     path: Any
 
 
+class ImageFile(NamedTuple):
+    """An image file that rows of a table name. stated_split: its value in the column split of the first of them."""
+
+    stated_split: object
+    image_id: int
+    split: str
+    uri: str
+    captions: list[str]
+    location: str  # of the first row
+
+
 def table_entries(source: Source) -> Iterator[Values]:
     """Yields the rows of a table as {column: value}. An image in the table is a StoredImage. Raises UserError."""
     path = source.annotations
-    name, title = path.name.removesuffix(".gz"), f"annotation file {path}"
+    title = f"annotation file {path}"
     if path.name.endswith(".parquet.gz"):
         raise UserError(f"{title} is compressed as a whole, so that no part of it can be read; unpack it with gunzip")
     try:
-        if name.endswith(".parquet"):
+        if path.name.endswith(".parquet"):
             with opened(path) as file:
                 yield from _parquet_entries(source, file, title)
-        elif name.endswith(".csv"):
-            rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
-            if len(rows.fieldnames or ()) > MAX_COLUMNS:
-                raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")
-            for entry in rows:
-                if None in entry:
-                    count = len(rows.fieldnames or ())
-                    raise ValueError(
-                        f"line {rows.line_num} has {count + len(entry[None])} values, but the first line names {count} "
-                        "columns; put texts with commas into double quotes"
-                    )
-                yield entry
+        elif path.name.removesuffix(".gz").endswith(".csv"):
+            yield from _csv_entries(read_file(path))
         else:
             for number, line in enumerate(io.BytesIO(read_file(path)), 1):
                 if line.strip():
@@ -64,29 +65,46 @@ def table_entries(source: Source) -> Iterator[Values]:
         raise UserError(f"{title} cannot be read as a table: {error}") from error
 
 
+def _csv_entries(data: bytes) -> Iterator[Values]:
+    """Yields the rows of a CSV file as {column: value}. Raises ValueError or csv.Error."""
+    rows = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
+    count = len(rows.fieldnames or ())
+    if count > MAX_COLUMNS:
+        raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")
+    for entry in rows:
+        if None in entry:
+            raise ValueError(
+                f"line {rows.line_num} has {count + len(entry[None])} values, but the first line names {count} "
+                "columns; put texts with commas into double quotes"
+            )
+        yield entry
+
+
 def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:
     """Yields the rows of a Parquet file as {column: value}, with only the columns image, captions, id and split."""
     table = ParquetFile(file, title)
-    found = {
-        role: next((each for each in source.column_names[role] if each in table.columns), None)
-        for role in ("image", "captions", "id", "split")
-    }
-    if found["image"] is None:
+    column_of: dict[str, str] = {}  # {column of COLUMNS: its name in the file}
+    for role, possible in source.column_names.items():
+        found = [name for name in possible if name in table.columns]
+        if found:
+            column_of[role] = found[0]
+    if "image" not in column_of:
         names = printable(", ".join(dict.fromkeys(table.columns)))[:500]
         raise UserError(f"{title} has no column {' or '.join(source.column_names['image'])}; its columns are {names}")
-    binary = table.binary_column(found["image"])
-    columns = [name for name in found.values() if name is not None]
-    if binary is not None and found["captions"] is None:
+    image = column_of["image"]
+    binary = table.binary_column(image)
+    if binary is None:
+        yield from table.rows(list(column_of.values()))
+        return
+    if "captions" not in column_of:
         names = " or ".join(source.column_names["captions"])
         raise UserError(f"{title} has images and no column {printable(names)}; set data.columns.captions")
-    if binary is None:
-        yield from table.rows(columns)
-        return
-    columns.remove(found["image"])
-    columns += [] if binary.names is None else [binary.names]
+    columns = [name for name in column_of.values() if name != image]
+    if binary.names is not None:
+        columns.append(binary.names)
     for row, place in zip(table.rows(columns), table.places(binary), strict=True):
-        stored = row.get(found["image"]) or {}
-        yield row | {found["image"]: StoredImage(place, stored.get("path"))}
+        stored = row.get(image) or {}
+        yield row | {image: StoredImage(place, stored.get("path"))}
 
 
 def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
@@ -96,7 +114,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     contains must have one row. Raises UserError for rows that break these rules.
     """
     path, begin = source.annotations, rows.count
-    files: dict[str, tuple[object, tuple[int, str, str, list[str], str]]] = {}  # {name: (stated split, row)}
+    files: dict[str, ImageFile] = {}
     stored_names = set[str]()  # names of the images that the table contains
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
@@ -109,26 +127,26 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 remedy = "give one row with a list of captions, or each image its own path"
                 raise UserError(f"{location} repeats the image {quoted(name)}; {remedy}")
             stored_names.add(name)
-            uri = ImageLocation(path, image.place, name).uri
-            listed = (name.rsplit("/", 1)[-1],)
-            image_id, split = source.id_and_split(entry, listed, source.member_prefix + name, location)
-            rows.add(image_id, split, uri, captions, location)
-            continue
-        if not isinstance(image, str) or not image:
+            uri, file_name = ImageLocation(path, image.place, name).uri, name.rsplit("/", 1)[-1]
+            whole_name = prefix_of(source.annotations_name) + name
+            rows.add(*source.id_and_split(entry, (file_name,), whole_name, location), uri, captions, location)
+        elif not isinstance(image, str) or not image:
             column = " or ".join(source.column_names["image"])
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
-        uri, name = inside(source.images, image, location)
-        stated = source.value(entry, "split", location)
-        if name in files:  # a further row of an image, because the table has one row per caption
-            first, (*_, known, _) = files[name]
-            if stated not in (None, "", first):
-                splits = f"the split {quoted(first)} and in this row {quoted(stated)}"
-                raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-            known.extend(captions)
         else:
-            image_id, split = source.id_and_split(entry, (image,), source.image_prefix + name, location)
-            files[name] = stated, (image_id, split, uri, captions, location)
-    for _, row in files.values():
-        rows.add(*row)
+            uri, name = inside(source.images, image, location)
+            stated = source.value(entry, "split", location)
+            known = files.get(name)
+            if known is None:
+                whole_name = prefix_of(source.images_name) + name
+                image_id, split = source.id_and_split(entry, (image,), whole_name, location)
+                files[name] = ImageFile(stated, image_id, split, uri, captions, location)
+            elif stated in (None, "", known.stated_split):  # the table has one row per caption
+                known.captions.extend(captions)
+            else:
+                splits = f"the split {quoted(known.stated_split)} and in this row {quoted(stated)}"
+                raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
+    for file in files.values():
+        rows.add(file.image_id, file.split, file.uri, file.captions, file.location)
     if rows.count == begin:
         raise UserError(f"{path} has no rows")

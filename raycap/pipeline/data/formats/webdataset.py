@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, cast
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, Source, as_list, as_texts, lines_of, opened
+from raycap.pipeline.data.formats.source import (
+    IMAGE_ENDINGS,
+    Rows,
+    Source,
+    as_list,
+    as_texts,
+    lines_of,
+    opened,
+    prefix_of,
+)
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted
@@ -130,7 +139,7 @@ def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
         assert sample.image is not None
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
-        name = source.member_prefix + member.name
+        name = prefix_of(source.annotations_name) + member.name
         image_id, split = source.id_and_split(sample.entry, (member.name.rsplit("/", 1)[-1],), name, location)
         captions = sample.captions or as_list(source.value(sample.entry, "captions", location))
         uri = ImageLocation(source.annotations, (member.start, member.length), member.name).uri

@@ -151,8 +151,8 @@ def has_word(text: str) -> bool:
 def unicode_words(caption: str) -> list[str]:
     """The words of a caption by Unicode's default word boundaries. Segments without a letter or digit are left out.
 
-    Marks, joiners, apostrophes and decimal points inside a word do not split it. For scripts without
-    spaces use `characters`: here each Han character, Hiragana sign or Thai letter is a word, so captions get spaces.
+    Marks, joiners, apostrophes and decimal points inside a word do not split it. For scripts without spaces use
+    `characters`, because here each Han character, Hiragana sign or Thai letter is a word, so captions get spaces.
     """
     return [word for word in _patterns().words(normalized(caption)) if has_word(word)]
 
@@ -183,11 +183,11 @@ def word_parts(tokens: list[str]) -> list[str]:
 def character_parts(tokens: list[str]) -> list[str]:
     """Like `word_parts`, but without a space before or after a token of a script without spaces."""
     parts = []
-    after_space = True  # True: the next token needs no space before it
+    needs_space = False  # after the token before
     for token in tokens:
-        without_space = _patterns().starts_without_space(token) is not None
-        parts.append(token if after_space or without_space else f" {token}")
-        after_space = without_space
+        has_spaces = not _patterns().starts_without_space(token)  # in the token's script
+        parts.append(f" {token}" if needs_space and has_spaces else token)
+        needs_space = has_spaces
     return parts
 
 
@@ -230,5 +230,8 @@ def text_column(tokenizer: str | None) -> str:
 
 
 def caption_words(tokenizer: str, caption: str) -> list[str]:
-    """The words of a raw caption, to count and compare them. `expansionnet` replaces `tokens`, which cannot do it."""
+    """The words of a raw caption, to count and compare them. In place of `tokens`, `expansionnet` splits the caption.
+
+    The tokenizer `tokens` splits only texts of tokens.
+    """
     return TOKENIZERS["expansionnet" if tokenizer == "tokens" else tokenizer].split(caption)

@@ -70,9 +70,10 @@ def main_object(caption: str, language: str = "en") -> tuple[str, str] | None:
 def _names_of_forms(language: str) -> dict[str, tuple[str, str]]:
     """{form in captions: ("color" or "shape", English name)}, the longest form first, so that it is matched first."""
     tables = (("color", GRAMMARS[language].colors), ("shape", GRAMMARS[language].shapes))
-    names = {
-        normalized(form): (kind, name) for kind, table in tables for name, forms in table.items() for form in forms
-    }
+    names: dict[str, tuple[str, str]] = {}
+    for kind, table in tables:
+        for name, forms in table.items():
+            names |= {normalized(form): (kind, name) for form in forms}
     return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
 
@@ -162,7 +163,7 @@ def _chinese_names(role: str, item: SceneObject) -> Words:
 
 GRAMMARS = {
     "en": Grammar(
-        (
+        pair_templates=(
             "{main} {relation} {second}",
             "there is {main} {relation} {second}",
             "the picture shows {main} {relation} {second}",
@@ -171,7 +172,7 @@ GRAMMARS = {
             "{plain_main} is {relation} {plain_second}",
             "{plain_main} and {plain_second} on {background} background",
         ),
-        (
+        single_templates=(
             "{main} {position} of the picture",
             "there is {main} {position}",
             "the picture shows {main} {position}",
@@ -180,13 +181,13 @@ GRAMMARS = {
             "{plain_main} is {position} of {background} picture",
             "{plain_main} {position} on {background} background",
         ),
-        _english,
-        ".",
-        {name: (name,) for name in _CHINESE_COLORS},
-        {name: (name,) for name in _CHINESE_SHAPES},
+        words=_english,
+        end=".",
+        colors={name: (name,) for name in _CHINESE_COLORS},
+        shapes={name: (name,) for name in _CHINESE_SHAPES},
     ),
     "zh": Grammar(
-        (
+        pair_templates=(
             "{main}在{second}的{relation}",
             "有{main}在{second}的{relation}",
             "图片上，{main}位于{second}的{relation}",
@@ -195,7 +196,7 @@ GRAMMARS = {
             "{plain_main}位于{plain_second}的{relation}",
             "{background}背景上的{plain_main}和{plain_second}",
         ),
-        (
+        single_templates=(
             "{main}在图片的{position}",
             "图片的{position}有{main}",
             "这张图片的{position}画着{main}",
@@ -204,9 +205,9 @@ GRAMMARS = {
             "{plain_main}在一张{background}图片的{position}",
             "{plain_main}在{background}背景的{position}",
         ),
-        _chinese,
-        "。",
-        {name: (_CHINESE_COLORS[name],) for name in _CHINESE_COLORS},
-        {name: _CHINESE_SHAPES[name][:1] for name in _CHINESE_SHAPES},
+        words=_chinese,
+        end="。",
+        colors={name: (_CHINESE_COLORS[name],) for name in _CHINESE_COLORS},
+        shapes={name: _CHINESE_SHAPES[name][:1] for name in _CHINESE_SHAPES},
     ),
 }

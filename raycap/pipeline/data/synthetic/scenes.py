@@ -121,8 +121,14 @@ def _single(rng: random.Random, split: str, background: str, main: tuple[str, st
     extent = rng.uniform(*EXTENTS[size])
     position, (dx, dy) = rng.choice(list(POSITIONS.items()))
     reach = END - extent - 0.5  # at this distance of its center from the middle, an object touches the margin
-    # Along the position's direction the object is near the margin, and across it near the middle.
-    x, y = (0.5 + d * rng.uniform(0.75, 1.0) * reach if d else 0.5 + rng.uniform(-0.06, 0.06) for d in (dx, dy))
+
+    def coordinate(direction: int) -> float:
+        """The object is near the margin along the position's direction, and near the middle across it."""
+        if direction:
+            return 0.5 + direction * rng.uniform(0.75, 1.0) * reach
+        return 0.5 + rng.uniform(-0.06, 0.06)
+
+    x, y = coordinate(dx), coordinate(dy)
     main_object = SceneObject(*main, size, x, y, extent, rng.uniform(-8, 8))
     return Scene(split, background, main_object, second=None, relation=None, position=position)
 
@@ -154,10 +160,12 @@ def _side_by_side(rng: random.Random, relation: str, extents: Sequence[float]) -
     distance = sum(extents) + gap
     start = START + rng.uniform(0, max(0.0, room - gap))
     axis = 0 if DIRECTIONS[relation][0] else 1
-    # `first` is the object with the smaller coordinate: 0 for the main object, 1 for the second one.
-    first = 0 if DIRECTIONS[relation][axis] < 0 else 1
-    along = [start + extents[first]] * 2  # coordinates of the two centers on the relation's axis
-    along[1 - first] += distance
+    if DIRECTIONS[relation][axis] < 0:  # the main object has the smaller coordinate
+        main_along = start + extents[0]
+        along = (main_along, main_along + distance)
+    else:
+        second_along = start + extents[1]
+        along = (second_along + distance, second_along)
     main_across = rng.uniform(START + extents[0], END - extents[0])
     second_across = main_across + rng.uniform(-MAX_SLANT, MAX_SLANT) * distance
     across = (main_across, min(END - extents[1], max(START + extents[1], second_across)))
@@ -294,9 +302,7 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
     follow, as fractions of the picture.
     """
     shapes = [shape for shape in (scene.main, scene.second) if shape is not None]
-    boxes = [
-        (item.x - item.extent, item.y - item.extent, item.x + item.extent, item.y + item.extent) for item in shapes
-    ]
+    boxes = [(it.x - it.extent, it.y - it.extent, it.x + it.extent, it.y + it.extent) for it in shapes]
     corners = np.array([(0.0, 0.0, 1.0, 1.0), *boxes])  # as fractions of the picture
     corners[1:] += rng.normal(0, REGION_JITTER, corners[1:].shape)
     corners = corners.clip(0, 1)
@@ -304,8 +310,8 @@ def regions_of(scene: Scene, rng: np.random.Generator, image_size: int) -> tuple
     evidence += rng.normal(0, REGION_NOISE, evidence.shape)
     sides = corners[:, 2:] - corners[:, :2]
     order = np.argsort(-sides.prod(1), kind="stable")
-    features = np.concatenate((evidence, corners, sides), 1)[order]
-    return features.astype(np.float32), (corners[order] * image_size).astype(np.float32)
+    features = np.concatenate((evidence, corners, sides), 1)
+    return features[order].astype(np.float32), (corners[order] * image_size).astype(np.float32)
 
 
 def _evidence(background: str, shape: SceneObject | None) -> np.ndarray:

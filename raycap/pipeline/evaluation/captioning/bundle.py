@@ -20,7 +20,8 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,9 +112,13 @@ class Bundle:
         return search_settings(EvaluationSection(), [bundle_protocol(self.config)])
 
     def changed_search(self, given: Mapping[str, object], search: EvaluationSection | None = None) -> EvaluationSection:
-        """The search, or by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError."""
-        changed = changed_search(search or self.search, given)
-        if given:
+        """The search, or by default the recorded one, with the given values of SEARCH_KEYS. Raises UserError.
+
+        Values that are None change nothing.
+        """
+        changes = {key: value for key, value in given.items() if value is not None}
+        changed = changed_search(search or self.search, changes)
+        if changes:
             changed.require_words(bundle_protocol(self.config).language, self.vocabulary.tokenizer)
         return changed
 
@@ -172,9 +177,10 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
         raise UserError(f"{folder} is not a model bundle: it lacks {', '.join(missing)}")
     digests = digests or require_intact(folder)
     config = read_bundle_config(folder)
-    vocabulary = _read(folder / "vocabulary.json", Vocabulary.load)
-    confidences = read_confidences(folder)
     parts = read_parts(config, str(folder / "config.yaml"))
+    confidences = read_confidences(folder)
+    with _naming(folder / "vocabulary.json") as path:
+        vocabulary = Vocabulary.load(path)
     if len(vocabulary) != parts.sizes.vocabulary_size:
         raise UserError(
             f"{folder}: vocabulary.json has {len(vocabulary)} words, config.yaml says {parts.sizes.vocabulary_size}"
@@ -182,15 +188,16 @@ def load_bundle(folder: Path, digests: Mapping[str, str] = {}) -> Bundle:
     transform = None
     if parts.backbone is not None:
         # the recorded transform is used, because another version of timm may have other statistics
-        path, size = folder / "preprocessing.json", parts.backbone.image_size
-        transform = _read(path, lambda file: parse_section(ImageTransform, parse_json(_content(file), str(file))))
+        with _naming(folder / "preprocessing.json") as path:
+            transform = parse_section(ImageTransform, parse_json(_content(path), str(path)))
+        size = parts.backbone.image_size
         if transform.image_size != size:
             raise UserError(f"{path} has image_size = {transform.image_size}, and config.yaml says {size}")
-    path = folder / "model.safetensors"
-    _read(path, lambda file: _require_room(parts, file))
-    captioner = build_captioner(*parts)
-    _read(path, lambda file: load_strictly(captioner, load_file(file), str(file)))
-    digest = digests.get(path.name) or file_digest(path)
+    with _naming(folder / "model.safetensors") as weights:
+        _require_room(parts, weights)
+        captioner = build_captioner(*parts)
+        load_strictly(captioner, load_file(weights), str(weights))
+    digest = digests.get(weights.name) or file_digest(weights)
     return Bundle(captioner.eval(), vocabulary, transform, config, confidences, digest)
 
 
@@ -204,13 +211,11 @@ class BundleParts(NamedTuple):
 
 def read_bundle_config(folder: Path) -> Values:
     """The content of config.yaml. Raises UserError if it is malformed or has another format than FORMAT."""
-    path = folder / "config.yaml"
-    config = _read(path, lambda file: parse_yaml(_content(file), str(file)))
+    with _naming(folder / "config.yaml") as path:
+        config = parse_yaml(_content(path), str(path))
     version = config.get("format") if isinstance(config, dict) else None
-    if not isinstance(version, int) or version < 1:
-        raise UserError(f"{path} does not belong to a bundle: it has no format number")
     if version != FORMAT:
-        raise UserError(f"{folder} is a bundle of format {version}; this version of raycap reads format {FORMAT} only")
+        raise UserError(f"{path} has format {quoted(version)}; this version of raycap reads format {FORMAT} only")
     if not isinstance(config.get("name"), str):
         raise UserError(f"{path}: name must be the model's name, found {type(config.get('name')).__name__}")
     return config | {"name": printable(config["name"])}
@@ -218,13 +223,10 @@ def read_bundle_config(folder: Path) -> Values:
 
 def read_confidences(folder: Path) -> tuple[Confidence, ...]:
     """The confidences of a bundle, one per search, or () if none was fitted. Raises UserError for a malformed file."""
-    path = folder / CONFIDENCE
-    if not path.exists():
+    if not (folder / CONFIDENCE).exists():
         return ()
-    fits: tuple[Confidence, ...] = _read(
-        path, lambda file: parse_confidences(read_regular_file(file, MAX_BYTES), str(file))
-    )
-    return fits
+    with _naming(folder / CONFIDENCE) as path:
+        return parse_confidences(read_regular_file(path, MAX_BYTES), str(path))
 
 
 def store_results(bundle: StoragePath, confidence: Confidence | None, info: Mapping[str, object] = {}) -> None:
@@ -291,19 +293,19 @@ def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
         "model.attended_regions": (getattr(model, "attended_regions", None) or 0, MAX_REGIONS),
         "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
     }
-    files: dict[str, tuple[str | None, str | None]] = {"model.word_vectors": (model.word_vectors, None)}
+    other_files = {"model.word_vectors": model.word_vectors}
     if backbone is not None:
         depths = backbone.depths or ()
         limits["the number of backbone.depths"] = (len(depths), MAX_STAGES)
         limits["the sum of backbone.depths"] = (sum(map(abs, depths)), MAX_LAYERS)
         limits["backbone.image_size"] = (backbone.image_size, MAX_IMAGE_SIZE)
-        files["backbone.weights"] = (backbone.weights, "none")
+        other_files["backbone.weights"] = None if backbone.weights == "none" else backbone.weights
     for key, (value, most) in limits.items():
         if value > most:
             raise UserError(f"{path}: {key} is {value}; a bundle may have at most {most}")
-    for key, (name, expected) in files.items():
-        if name != expected:
-            raise UserError(f"{path}: {key} is {quoted(name)}; a bundle contains its weights and opens no other file")
+    for key, file in other_files.items():
+        if file is not None:
+            raise UserError(f"{path}: {key} is {quoted(file)}; a bundle contains its weights and opens no other file")
     return BundleParts(model, sizes, backbone)
 
 
@@ -346,25 +348,26 @@ def fetched(bundle: StoragePath) -> Path:
 def _check_sizes(bundle: StoragePath, files: Mapping[str, Entry]) -> None:
     """Raises UserError if a file to fetch is above its limit, or if all of them do not fit on the disk."""
     for name, entry in files.items():
-        size, limit = entry.size, FILE_LIMITS.get(name, memory_bytes())
-        if size > limit:
+        limit = FILE_LIMITS.get(name, memory_bytes())
+        if entry.size > limit:
             kind = "such a file may have" if name in FILE_LIMITS else "this machine has as memory"
-            raise UserError(f"{bundle / name} has {size} bytes, more than the {limit} that {kind}; give another bundle")
-    size, free = sum(entry.size for entry in files.values()), shutil.disk_usage(cache_folder()).free
-    if size > free:
+            problem = f"has {entry.size} bytes, more than the {limit} that {kind}"
+            raise UserError(f"{bundle / name} {problem}; give another bundle")
+    total, free = sum(entry.size for entry in files.values()), shutil.disk_usage(cache_folder()).free
+    if total > free:
         raise UserError(
-            f"{bundle}: {size} bytes are to be copied to {cache_folder()}, more than the {free} that are free there; "
+            f"{bundle}: {total} bytes are to be copied to {cache_folder()}, more than the {free} that are free there; "
             f"make room, or name a folder on a larger disk by {CACHE_VARIABLE}"
         )
 
 
 def bundle_digests(folder: Path, names: Sequence[str] = ()) -> dict[str, str]:
     """{file: SHA-256} of the named files of a bundle, by default of all files. Raises UserError if one is missing."""
-    # CONTENT_FILES is for an empty folder, so that the error below names a file that every bundle needs.
-    names = names or [name for name in BUNDLE_FILES if (folder / name).is_file()] or CONTENT_FILES
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    expected = names or REQUIRED_FILES
+    if missing := [name for name in expected if not (folder / name).is_file()]:
         raise UserError(f"{folder} is not a model bundle: it lacks {missing[0]}; give the folder of a bundle")
-    return {name: file_digest(folder / name) for name in names}
+    present = names or [name for name in BUNDLE_FILES if (folder / name).is_file()]
+    return {name: file_digest(folder / name) for name in present}
 
 
 def seal(folder: Path) -> None:
@@ -400,12 +403,13 @@ def _content(path: Path) -> bytes:
     return read_regular_file(path, MAX_CONFIG_BYTES)
 
 
-def _read(path: Path, parse: Callable[[Path], Any]) -> Any:
-    """Parses a file of a bundle. If `parse` fails, raises UserError with the file's path."""
+@contextmanager
+def _naming(path: Path) -> Iterator[Path]:
+    """Within the context, turns an error of reading a bundle's file into a UserError with its path. Yields the path."""
     from safetensors import SafetensorError
 
     try:
-        return parse(path)
+        yield path
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error).replace(str(path), 'it', 1)}") from error
 

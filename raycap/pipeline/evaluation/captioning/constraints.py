@@ -49,7 +49,7 @@ def read_constraints(path: Path) -> dict[int, ImageConstraints]:
             values = (row["image_id"], row["constraints"], row.get("at_least"))
             image, constraints, at_least = row_type.validate_python(values)
             alternatives = tuple((each,) if isinstance(each, str) else tuple(each) for each in constraints)
-            if not all(words and all(map(str.strip, words)) for words in alternatives):
+            if () in alternatives or not all(text.strip() for texts in alternatives for text in texts):
                 raise ValueError("a constraint has no words")
             if at_least is not None and not 1 <= at_least <= len(constraints):
                 raise ValueError(f"at_least must be 1 to the number of constraints, {len(constraints)}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from raycap.models.config import Values
@@ -26,7 +25,6 @@ from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
     from raycap.models.decoding.constraints import ConstraintAutomaton
-    from raycap.pipeline.evaluation.captioning.bundle import Bundle
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +45,6 @@ class TaskModel(NamedTuple):
     source: ModelSource
     store: StoragePath | None = None
 
-    def load(self) -> Bundle:
-        """Loads the bundle, without its backbone if there is a store. Raises UserError if there is neither."""
-        bundle = self.source.load()
-        if self.store is not None:
-            return replace(bundle, captioner=bundle.captioner.without_backbone(), transform=None)
-        if bundle.transform is None:
-            raise UserError("a bundle without a backbone captions stored features, and none are given")
-        return bundle
-
 
 class Captioned(NamedTuple):
     """The captions of each split, by image id. seconds: the workers' times in total, without the loading of models."""
@@ -75,22 +64,23 @@ def caption_on_cluster(
     import ray
 
     workers, watch = config.workers, StallWatch("captioning", config.workers)
-    begin, computing = time.monotonic(), 0.0
+    begin, worker_seconds = time.monotonic(), 0.0
     found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
+    num_images = sum(len(split.images) for split in splits.values())
     shared_splits = ray.put(splits)  # stored once, so that Ray does not copy the splits for each worker's call
-    with watch, progress("captions  ", sum(len(split.images) for split in splits.values())) as advance:
-        arguments = (models, shared_splits, config.without_tracker(), with_values)
-        calls = [(rank, *arguments) for rank in range(workers.num_workers)]
+    arguments = (models, shared_splits, config.without_tracker(), with_values)
+    calls = [(rank, *arguments) for rank in range(workers.num_workers)]
+    with watch, progress("captions  ", num_images) as advance:
         for name, captions, seconds in watch.stream(_caption_shard, calls, workers.task_options):
-            computing += seconds
+            worker_seconds += seconds
             found[name] |= captions
             advance(len(captions))
-    captioned = {}
-    for name, split in splits.items():
-        captioned[name] = {image: found[name][image] for image in split.images.column("image_id")}
-    seconds, count = time.monotonic() - begin, sum(map(len, captioned.values()))
-    logger.info(f"captions  {count} images in {seconds:.0f} s, {count / seconds:.1f} images/s")
-    return Captioned(captioned, computing)
+    elapsed = time.monotonic() - begin
+    logger.info(f"captions  {num_images} images in {elapsed:.0f} s, {num_images / elapsed:.1f} images/s")
+    in_order = {
+        name: {image: found[name][image] for image in split.images.column("image_id")} for name, split in splits.items()
+    }
+    return Captioned(in_order, worker_seconds)
 
 
 def _caption_shard(
@@ -108,12 +98,19 @@ def _caption_shard(
     context = LocalContext(device_for(workers.gpus_per_worker))
     context.world_rank, context.world_size = rank, workers.num_workers
     prepare_processor(workers.threads_per_worker)
-    bundles = _load(models)
-    captioners = [bundle.captioner.to(context.device) for bundle in bundles]
-    sources = [
-        bundle.transform if model.store is None else open_store(model.store, config.features)
-        for model, bundle in zip(models, bundles, strict=True)
-    ]
+    bundles = [model.source.load() for model in models]
+    if any(bundle.vocabulary != bundles[0].vocabulary for bundle in bundles):
+        raise UserError(
+            "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
+        )
+    captioners, sources = [], []
+    for model, bundle in zip(models, bundles, strict=True):
+        source = bundle.transform if model.store is None else open_store(model.store, config.features)
+        if source is None:
+            raise UserError("a bundle without a backbone captions stored features, and none are given")
+        sources.append(source)
+        captioner = bundle.captioner if model.store is None else bundle.captioner.without_backbone()
+        captioners.append(captioner.to(context.device))
     reading: Values = {
         "max_pixels": config.data.max_pixels,
         "threads": workers.threads_per_worker,
@@ -121,20 +118,10 @@ def _caption_shard(
     }
     search = CaptionSearch(config.evaluation, bundles[0].vocabulary, with_values, skip_unreadable=True)
     for name, (images, constraints) in splits.items():
-        inputs = [Images(images, source, **reading) for source in sources if source is not None]
+        inputs = [Images(images, source, **reading) for source in sources]
         begin = time.monotonic()
         for hypotheses, unreadable in caption_batches(captioners, inputs, search, context, constraints):
             captions = {image: ImageCaption(tuple(ranked)) for image, ranked in hypotheses.items()}
             captions |= {image: ImageCaption(error=reason) for image, reason in unreadable.items()}
             yield name, captions, time.monotonic() - begin
-            begin = time.monotonic()
-
-
-def _load(models: Sequence[TaskModel]) -> list[Bundle]:
-    """Loads the bundles of a model or an ensemble. Raises UserError if their vocabularies differ."""
-    bundles = [model.load() for model in models]
-    if any(bundle.vocabulary != bundles[0].vocabulary for bundle in bundles):
-        raise UserError(
-            "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
-        )
-    return bundles
+            begin = time.monotonic()  # the next batch is timed from the moment at which it is asked for

@@ -95,17 +95,12 @@ def caption_stream(
     )
     with one_sentence("captioning"):
         for row in captioned.iter_rows():
-            yield _text(row["name"]), json.loads(row["found"])
-
-
-def _text(name: bytes) -> str:
-    """The text of an image's name, which is stored as bytes."""
-    return name.decode(errors="surrogatepass")
+            yield row["name"].decode(errors="surrogatepass"), json.loads(row["found"])
 
 
 def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
     """Adds resized pixels (B, H, W, 3) uint8 to a batch of names. An unreadable image is black and has a reason."""
-    names, side = [_text(name) for name in batch["name"]], transform.image_size
+    names, side = [name.decode(errors="surrogatepass") for name in batch["name"]], transform.image_size
     pixels = np.zeros((len(names), side, side, 3), np.uint8)
 
     def decode(index: int) -> str:
@@ -117,7 +112,8 @@ def _decode(batch: dict[str, np.ndarray], transform: ImageTransform) -> Values:
         return ""
 
     # Threads help with files on S3, because requests mostly wait. Local files need the CPU, so they get one thread.
-    with ThreadPoolExecutor(8 if any(map(is_remote, names)) else 1) as pool:
+    num_threads = 8 if any(map(is_remote, names)) else 1
+    with ThreadPoolExecutor(num_threads) as pool:
         reasons = list(pool.map(decode, range(len(pixels))))
     return {"name": batch["name"], "pixels": pixels, "reason": np.array(reasons)}
 
@@ -137,7 +133,7 @@ class _CaptionActor:
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
-            pixels = self.service.transform.normalize(pixels).contiguous()
-            for index, captions in zip(readable, self.service.caption(pixels, self.search), strict=True):
+            normalized = self.service.transform.normalize(pixels).contiguous()
+            for index, captions in zip(readable, self.service.caption(normalized, self.search), strict=True):
                 found[index] = captions
         return {"name": batch["name"], "found": np.array([json.dumps(each.to_json()) for each in found])}

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import cast
 
@@ -50,6 +51,7 @@ from raycap.pipeline.storage.cache import ChangedError
 from raycap.pipeline.storage.s3 import StorageError
 
 Hypotheses = dict[int, list[RankedCaption]]  # {image id: captions, best first}
+NOT_FOUND = -1  # in the place of a number of constraints, if a constrained search found fewer captions than asked
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def caption_batches(
     if search.settings.precision == "auto":
         raise ValueError("evaluation.precision is auto, which must be decided before the search")
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
-    size = batch_size  # images captioned at a time, fewer than `batch_size` after the GPU's memory ran out
+    num_at_a_time = batch_size  # fewer after the GPU's memory ran out
     graphs = None
     if search.settings.cuda_graph and context.device.type == "cuda" and not search.settings.decoding.sampling:
         options = beam_options(search.settings, search.vocabulary)
@@ -121,28 +123,49 @@ def caption_batches(
         rows = shard[first : first + batch_size]
         hypotheses: Hypotheses = {}
         unreadable: dict[int, str] = {}
-        start = one_by_one_until = 0  # up to this position, images go one at a time to find an unreadable one
+        start = 0
         while start < len(rows):
-            batch = rows[start : start + (1 if start < one_by_one_until else size)]
+            batch = rows[start : start + num_at_a_time]
+            caption = partial(_caption_batch, models, inputs, search, context.device, constraints or {}, graphs)
             try:
-                hypotheses |= _caption_batch(models, inputs, search, context.device, constraints or {}, batch, graphs)
+                found, reasons = _caption_readable(caption, batch, inputs[0].image_ids, search.skip_unreadable)
             except torch.OutOfMemoryError:
-                if graphs is None and size == 1:
+                if graphs is not None:  # graphs take memory of their own
+                    graphs = None
+                elif num_at_a_time > 1:
+                    num_at_a_time //= 2
+                else:
                     raise
-                # first tries the same batch without the graphs, which take memory of their own, then half of the batch
-                graphs, size = None, size if graphs is not None else size // 2
                 torch.cuda.empty_cache()
                 continue
-            except (BadImage, OSError) as error:
-                is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)
-                if is_storage_at_fault or not search.skip_unreadable:
-                    raise
-                if len(batch) > 1:  # repeats these images one at a time, to find the unreadable one
-                    one_by_one_until = start + len(batch)
-                    continue
-                unreadable[int(inputs[0].image_ids[batch[0]])] = without_secrets(str(error))
+            hypotheses |= found
+            unreadable |= reasons
             start += len(batch)
         yield hypotheses, unreadable
+
+
+def _caption_readable(
+    caption: Callable[[np.ndarray], Hypotheses], rows: np.ndarray, image_ids: np.ndarray, skip_unreadable: bool
+) -> tuple[Hypotheses, dict[int, str]]:
+    """Calls `caption` for these rows. Returns the captions by image id, and {unreadable id: reason}.
+
+    If an image cannot be read, the images are captioned again one by one, to find which one it is.
+    """
+    try:
+        return caption(rows), {}
+    except (BadImage, OSError) as error:
+        is_storage_at_fault = isinstance(error, StorageError) and not isinstance(error, ChangedError)
+        if is_storage_at_fault or not skip_unreadable:
+            raise
+        if len(rows) == 1:
+            return {}, {int(image_ids[rows[0]]): without_secrets(str(error))}
+    hypotheses: Hypotheses = {}
+    unreadable: dict[int, str] = {}
+    for position in range(len(rows)):
+        found, reasons = _caption_readable(caption, rows[position : position + 1], image_ids, skip_unreadable)
+        hypotheses |= found
+        unreadable |= reasons
+    return hypotheses, unreadable
 
 
 def _shard(images: Images, context: Context) -> np.ndarray:
@@ -157,43 +180,45 @@ def _caption_batch(
     search: CaptionSearch,
     device: torch.device,
     constraints: Mapping[int, ConstraintAutomaton],
-    rows: np.ndarray,
     graphs: GraphedSearch | None,
+    rows: np.ndarray,
 ) -> Hypotheses:
     """The captions of the images in these rows, by image id. The other arguments are those of `caption_batches`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
-    alignment: list[float] = [math.nan] * len(rows)
+    alignments: list[float] = [math.nan] * len(rows)
+    signals: list[tuple[float, ...]] = [()] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
         pairs = zip(models, inputs, strict=True)
         memories = [model.encode(on_device(each.load(rows), device, transform=each.transform)) for model, each in pairs]
         automata = [constraints.get(image) for image in image_ids]
-        captions, satisfied = _search(models, memories, search, image_ids, automata, graphs)
-        signals: list[tuple[float, ...]] = [()] * len(rows)
+        captions, num_satisfied = _search(models, memories, search, image_ids, automata, graphs)
         if search.with_values and len(models) == 1:
-            alignment = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
+            alignments = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
             if not constraints:
                 signals = best_signals(models[0].model, memories[0], captions)
     log_probs = captions.log_probs.sum(-1)
-    hypotheses: Hypotheses = {image: [] for image in image_ids}
+    hypotheses: Hypotheses = {}
     for row, image in enumerate(image_ids):
-        ranked = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), satisfied[row], strict=True)
-        for rank, (tokens, log_prob, count) in enumerate(ranked):
-            if count is None or count >= 0:  # a constrained search marks captions that it did not find with -1
-                best_alignment = None if rank or math.isnan(alignment[row]) else alignment[row]
-                caption = search.vocabulary.decode(tokens)
-                if search.settings.collapse_repeats:
-                    caption = collapsed(caption)
-                of_best = () if rank else signals[row]
-                found = RankedCaption(caption, log_prob, (), tuple(tokens), best_alignment, count, of_best)
-                hypotheses[image].append(found)
+        found = zip(captions.tokens[row].tolist(), log_probs[row].tolist(), num_satisfied[row], strict=True)
+        ranked = []
+        for tokens, log_prob, count in found:
+            if count == NOT_FOUND:
+                continue
+            caption = search.vocabulary.decode(tokens)
+            caption = collapsed(caption) if search.settings.collapse_repeats else caption
+            ranked.append(RankedCaption(caption, log_prob, ids=tuple(tokens), num_satisfied=count))
+        if ranked:
+            alignment = None if math.isnan(alignments[row]) else alignments[row]
+            ranked[0] = replace(ranked[0], alignment=alignment, signals=signals[row])
+        hypotheses[image] = ranked
     return hypotheses
 
 
 def best_signals(model: CaptionModel, memory: Memory, captions: Captions) -> list[tuple[float, ...]]:
     """The signals of each image's best caption, from which the confidence is computed (`evaluation.confidence`)."""
-    tokens, log_probs, lengths = (part[:, 0] for part in (captions.tokens, captions.log_probs, captions.lengths))
-    energies = caption_energies(model, memory, tokens, lengths, NUM_FIRST)
-    return caption_signals(*(part.cpu().numpy() for part in (log_probs, lengths, energies)))
+    log_probs, lengths = captions.log_probs[:, 0], captions.lengths[:, 0]
+    energies = caption_energies(model, memory, captions.tokens[:, 0], lengths, NUM_FIRST)
+    return caption_signals(log_probs.cpu().numpy(), lengths.cpu().numpy(), energies.cpu().numpy())
 
 
 def _search(
@@ -206,30 +231,29 @@ def _search(
 ) -> tuple[Captions, list[list[int | None]]]:
     """Finds the best captions. Returns them, and for each caption the number of constraints that it satisfies.
 
-    The number is None if the image has no constraints, and -1 if the search did not find the caption.
+    The number is None if the image has no constraints, and NOT_FOUND if the search did not find the caption.
     """
     decoders, settings = [model.model for model in models], search.settings
-    if not any(automata):
-        if graphs is None:
-            captions = find_captions(decoders, memories, settings, search.vocabulary, image_ids)
-        else:
-            captions = graphs(memories)
-        return captions, [[None] * settings.num_results for _ in automata]
-    unconstrained = build_automaton([], len(search.vocabulary))
-    all_automata = [automaton or unconstrained for automaton in automata]
-    options = beam_options(settings, search.vocabulary)
-    constrained = constrained_beam_search(decoders, memories, all_automata, **options)
-    return constrained, [
-        [count if automaton is not None or count < 0 else None for count in counts]
-        for counts, automaton in zip(constrained.num_satisfied.tolist(), automata, strict=True)
-    ]
+    num_satisfied: list[list[int | None]] = [[None] * settings.num_results for _ in automata]
+    if any(automata):
+        unconstrained = build_automaton([], len(search.vocabulary))
+        all_automata = [automaton or unconstrained for automaton in automata]
+        options = beam_options(settings, search.vocabulary)
+        captions = constrained_beam_search(decoders, memories, all_automata, **options)
+        for row, counts in enumerate(captions.num_satisfied.tolist()):
+            is_constrained = automata[row] is not None
+            num_satisfied[row] = [each if is_constrained or each == NOT_FOUND else None for each in counts]
+        return captions, num_satisfied
+    if graphs is not None:
+        return graphs(memories), num_satisfied
+    return find_captions(decoders, memories, settings, search.vocabulary, image_ids), num_satisfied
 
 
 def score_rules(settings: EvaluationSection, vocabulary: Vocabulary) -> ScoreRules:
     """The rules of a search, with words as ids of a vocabulary."""
-    ranking = settings.ranking
     open_endings = tuple(vocabulary.ids[word] for word in sorted(OPEN_ENDINGS & vocabulary.ids.keys()))
-    normalization = ranking if isinstance(ranking, float) else ranking == "mean"
+    # A number is the exponent of the length. True divides by the length, and False keeps the sum.
+    normalization = settings.ranking if isinstance(settings.ranking, float) else settings.ranking == "mean"
     return ScoreRules(settings.decoding, vocabulary.ids[UNK], open_endings, normalization)
 
 
@@ -250,14 +274,10 @@ def find_captions(
     if not settings.decoding.sampling:
         return beam_search(models, memories, **beam_options(settings, vocabulary))
     rules, count, length = score_rules(settings, vocabulary), settings.num_results, settings.max_length
-    seeds = [_seed(settings.decoding.seed, image) for image in images]
-    draws = image_draws(seeds, count, length)
+    digests = [hashlib.sha256(f"{settings.decoding.seed} {image}".encode()).digest() for image in images]
+    draws = image_draws([int.from_bytes(digest[:7]) for digest in digests], count, length)
     captions = sample(models, memories, num_samples=count, max_length=length, rules=rules, draws=draws)
     return by_score(captions, rules.length_normalization)
-
-
-def _seed(seed: int, image: object) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {image}".encode()).digest()[:7])
 
 
 def collapsed(caption: str) -> str:
@@ -265,19 +285,18 @@ def collapsed(caption: str) -> str:
     return " ".join(word for word, _ in groupby(caption.split()))
 
 
-def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, counted: Tensor) -> Tensor:
+def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, is_word: Tensor) -> Tensor:
     """True (B, T) for each word that agrees with an image token. image: tokens (B, N, D). words: states (B, T, D).
 
-    valid_mask: (B, N), True at image tokens that are not padding. counted: (B, T), True at tokens that are words.
+    valid_mask: (B, N), True at image tokens that are not padding. is_word: (B, T), True at tokens that are words.
     """
     products = image @ words.mT  # (B, N, T)
     if valid_mask is not None:
         products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
-    nearest_token = products.argmax(1)  # (B, T) the image token of each word
-    index = nearest_token[:, :, None].expand(-1, -1, words.shape[1])
-    counted_products = products.masked_fill(~counted[:, None], -torch.inf)
-    nearest_word = counted_products.gather(1, index).argmax(2)  # (B, T) the word nearest to that image token
-    return (nearest_word == torch.arange(words.shape[1], device=words.device)) & counted
+    token_of_word = products.argmax(1)  # (B, T) the nearest image token of each word
+    word_of_token = products.masked_fill(~is_word[:, None], -torch.inf).argmax(2)  # (B, N) the nearest word of each
+    word_of_its_token = word_of_token.gather(1, token_of_word)  # (B, T)
+    return (word_of_its_token == torch.arange(words.shape[1], device=words.device)) & is_word
 
 
 @torch.no_grad()
@@ -289,17 +308,17 @@ def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Ten
     compared. If a caption fills the positional table, its last word has no state and is left out. The alignment of a
     random model is above 0.
     """
-    tokens = tokens[:, : model.sizes.max_positions]
     sizes = model.sizes
+    tokens = tokens[:, : sizes.max_positions]
     states: list[Tensor] = []  # the input of the output layer: the decoder's last states (B, T, D)
     output = cast(nn.Module, model.lm_head)
     with evaluating(model), output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
         model.decode(memory, tokens)
-    ended = (tokens == sizes.eos).cumsum(1) > 0  # True from EOS on
-    counted = ~ended & (tokens != sizes.sos) & (tokens != sizes.pad)
+    has_ended = (tokens == sizes.eos).cumsum(1) > 0  # True from EOS on
+    is_word = ~has_ended & (tokens != sizes.sos) & (tokens != sizes.pad)
     image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
-    agree = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), counted)
-    return agree.sum(1) / counted.sum(1)  # NaN without words, because 0 / 0 is NaN
+    agrees = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), is_word)
+    return agrees.sum(1) / is_word.sum(1)  # NaN without words, because 0 / 0 is NaN
 
 
 @torch.no_grad()
@@ -309,9 +328,9 @@ def caption_energies(model: CaptionModel, memory: Memory, tokens: Tensor, length
     tokens: one caption per image, (B, T) with SOS. lengths: (B,), tokens with SOS and EOS, 2 or more. If a caption has
     fewer than `count` tokens, the mean is over all of them.
     """
-    counts = (lengths - 1).clamp(max=count)
+    counts = (lengths - 1).clamp(max=count)  # (B,) without SOS
     with evaluating(model):
         logits = model.decode(memory, tokens[:, :-1][:, :count])
-    energies = -logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
-    counted = torch.arange(energies.shape[1], device=energies.device) < counts[:, None]
-    return energies.masked_fill(~counted, 0.0).sum(1) / counts
+    energies = -logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)  # (B, T - 1 or `count`)
+    is_counted = torch.arange(energies.shape[1], device=energies.device) < counts[:, None]
+    return energies.masked_fill(~is_counted, 0.0).sum(1) / counts

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import STEPS, cross_attention, integrated_gradients
+from raycap.models.explain.attribution import cross_attention, integrated_gradients
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -59,23 +60,24 @@ class CaptionService:
             raise UserError(f"precision is {precision!r}; expected {', '.join(PRECISIONS)}")
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
-        given = {"beam_size": beam_size, "max_length": max_length}
-        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         self.bundle, self.transform, self.precision = bundle, bundle.transform, precision
+        changes = {"beam_size": beam_size, "max_length": max_length, **(search or {})}
         self.search = self._limited(bundle.changed_search(changes))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._computing = threading.RLock()
         bundle.captioner.to(self.device)
         if precision == "auto":
-            side, count = bundle.transform.image_size, BATCH_SIZE if self.device.type == "cuda" else 1
+            side = bundle.transform.image_size
+            count = BATCH_SIZE if self.device.type == "cuda" else 1
             images = torch.zeros(count, 3, side, side, device=self.device)
             times = measure_precisions(lambda: self._search(images, self.search), self.device, count)
             self.precision = times.fastest
 
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
         """The search of this service with changed keys and `num_results` captions per image. Raises UserError."""
-        search = self.bundle.changed_search(changes, self.search) if changes else self.search
-        if num_results < 1 or (num_results > search.beam_size and not search.decoding.sampling):
+        search = self.bundle.changed_search(changes, self.search)
+        is_above_beam = num_results > search.beam_size and not search.decoding.sampling
+        if num_results < 1 or is_above_beam:
             raise UserError(f"num_results is {num_results}; expected 1 to the beam's size, {search.beam_size}")
         return self._limited(search.model_copy(update={"num_results": num_results}))
 
@@ -128,13 +130,12 @@ class CaptionService:
                 captions, memory = self._search(pixels.to(self.device), search)
                 if confidence is not None:
                     signals = best_signals(self.bundle.captioner.model, memory, captions)
-            log_probs = captions.log_probs.sum(-1).tolist()
-            tokens = captions.tokens.tolist()
+            tokens, log_probs = captions.tokens.tolist(), captions.log_probs.sum(-1).tolist()
         found = []
-        for number, image in enumerate(zip(tokens, log_probs, strict=True)):
-            ranked = tuple(self._ranked(ids, value, search) for ids, value in zip(*image, strict=True))
-            judgement = None if confidence is None else confidence.judge(signals[number])
-            found.append(ImageCaption(ranked, *(judgement or ())))
+        for image in range(len(tokens)):
+            ranked = tuple(map(partial(self._ranked, search), tokens[image], log_probs[image]))
+            judgement = None if confidence is None else confidence.judge(signals[image])
+            found.append(ImageCaption(ranked) if judgement is None else ImageCaption(ranked, *judgement))
         return found
 
     def _search(self, pixels: Tensor, search: EvaluationSection) -> tuple[Captions, Memory]:
@@ -145,7 +146,7 @@ class CaptionService:
         contents = (hashlib.sha256(image.cpu().numpy().tobytes()).hexdigest() for image in pixels)
         return find_captions(captioner.model, memory, search, self.bundle.vocabulary, contents), memory
 
-    def _ranked(self, ids: list[int], log_prob: float, search: EvaluationSection) -> RankedCaption:
+    def _ranked(self, search: EvaluationSection, ids: list[int], log_prob: float) -> RankedCaption:
         text = self.bundle.vocabulary.decode(ids)
         text = collapsed(text) if search.collapse_repeats else text
         return RankedCaption(text, log_prob, self._words(text))
@@ -165,27 +166,21 @@ class CaptionService:
         """
         model, backbone = self.bundle.captioner.model, self.bundle.captioner.backbone
         assert backbone is not None
-        num_heads, most = model.config.num_heads, model.sizes.max_positions - 1
-        ids, words = self._ids(caption), self._words(caption)
-        count = len(ids) - 2  # without SOS and EOS
+        num_heads, max_tokens = model.config.num_heads, model.sizes.max_positions - 1
+        vocabulary, words = self.bundle.vocabulary, self._words(caption)
+        ids = torch.tensor(vocabulary.encode(vocabulary.tokens_of(caption)), device=self.device)  # with SOS and EOS
+        count = len(ids) - 2
         if head is not None and not 0 <= head < num_heads:
             raise UserError(f"head is {head}; expected 0 to {num_heads - 1}")
-        if count > most:
-            raise UserError(f"caption has more than the {most} tokens that this model explains")
+        if count > max_tokens:
+            raise UserError(f"caption has more than the {max_tokens} tokens that this model explains")
         with self._computing:
             with torch.no_grad():
                 features = self.bundle.captioner.features(Features(pixels[None].to(self.device)))
                 by_head = cross_attention(model, model.encode(features), ids[None])[-1, :, 0, :count]
-            attribution = integrated_gradients(model, features, ids).head(count) if with_attribution else None
-        chosen = by_head.mean(0) if head is None else by_head[head]
-        explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
-        if attribution is None:
-            return explanation
-        gap = float(attribution.gap.max()) if words else 0.0  # without words, `max` would fail
-        shares = attribution.shares().cpu().numpy()
-        return replace(explanation, attribution=shares, steps=STEPS, gap=gap)
-
-    def _ids(self, caption: str) -> Tensor:
-        """The ids (T,) of SOS, the caption's tokens and EOS."""
-        vocabulary = self.bundle.vocabulary
-        return torch.tensor(vocabulary.encode(vocabulary.tokens_of(caption)), device=self.device)
+            chosen = by_head.mean(0) if head is None else by_head[head]
+            explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
+            if not with_attribution:
+                return explanation
+            attribution = integrated_gradients(model, features, ids).head(count)
+        return replace(explanation, attribution=attribution.shares().cpu().numpy())

@@ -9,6 +9,7 @@ import io
 import math
 import pickle
 import pickletools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ MAX_OTHER_OPERATIONS = 1000  # few, because calls, classes, tuples and sets coul
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles dict, list, str and int. Classes and functions are never imported, so no code of the file is executed.
+    """Unpickles plain values. Classes and functions are never imported, so no code of the file is executed.
 
     stand_ins: harmless objects that replace classes and functions. A key is the last part of the module's name and the
     name of the class or function, such as "vocab.Vocab". A name without a stand-in raises UnpicklingError.
@@ -63,12 +64,10 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
 
-def read_plain_pickle(
-    path: Path, stand_ins: Mapping[str, object] | None = None, convert: Callable[[Any], Any] | None = None
-) -> Any:
-    """Reads a pickle of dict, list, str and int. Raises ValueError for other content, none of which is executed.
+def read_harmless_pickle(path: Path, stand_ins: Mapping[str, object] = {}) -> Any:
+    """Reads a pickle without executing any of its code. Raises ValueError if the file is damaged or names other code.
 
-    stand_ins: see `_Unpickler`. convert: a function that turns a content with stand-ins into plain values.
+    stand_ins: see `_Unpickler`.
     """
     if not path.is_file():
         raise ValueError(f"the vocabulary file {path} does not exist; give the path of a pickle")
@@ -76,20 +75,17 @@ def read_plain_pickle(
         data = read_regular_file(path, MAX_BYTES)
         _check_operations(data)
         unpickler = _Unpickler(io.BytesIO(data))
-        unpickler.stand_ins = stand_ins or {}
-        content = unpickler.load()
-        content = content if convert is None else convert(content)
+        unpickler.stand_ins = stand_ins
+        return unpickler.load()
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} is refused: {shown(error)}; {ALLOWED}") from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ValueError(f"{path} is no readable pickle: {type(error).__name__}: {shown(error)}") from error
-    _check_plain(content, path)
-    return content
 
 
 def _check_operations(data: bytes) -> None:
     """Parses a pickle without executing it. Raises UnpicklingError if executing it could need much time or memory."""
-    num_others = 0
+    num_others = 0  # operations that make other types
     for number, (code, argument, _) in enumerate(pickletools.genops(data)):
         if number >= MAX_OPERATIONS:
             raise pickle.UnpicklingError(f"it has more than {MAX_OPERATIONS} operations")
@@ -101,24 +97,6 @@ def _check_operations(data: bytes) -> None:
         # The unpickler would allocate a table of the size of the index, so huge indices are refused.
         if "PUT" in code.name and isinstance(argument, int) and argument > MAX_OPERATIONS:
             raise pickle.UnpicklingError(f"it asks for place {argument} in a memo; the limit is {MAX_OPERATIONS}")
-
-
-def _check_plain(content: object, path: Path) -> None:
-    """Raises ValueError if a value is something else than a dict, a list, a valid str or an int."""
-    pending, visited = [content], set()
-    while pending:
-        value = pending.pop()
-        if type(value) in (str, int) or id(value) in visited:
-            if type(value) is str and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-                raise ValueError(f"{path} is refused: {quoted(value)} is no text (half of a surrogate pair)")
-            continue
-        visited.add(id(value))
-        if type(value) is dict:
-            pending += [*value.keys(), *value.values()]
-        elif type(value) is list:
-            pending += value
-        else:
-            raise ValueError(f"{path} is refused: it holds a {type(value).__name__}; {ALLOWED}")
 
 
 _MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EOS"}
@@ -137,7 +115,7 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
     # The stand-ins are defined anew for each file, because a file can set their attributes. A stand-in copies nothing,
     # because a small file with many copies of one large Counter would need gigabytes.
     class Table:
-        """A stand-in for the vocabulary object. attributes: those in the file, as plain values."""
+        """A stand-in for the vocabulary object. attributes: those in the file."""
 
         attributes: Any = None
 
@@ -148,14 +126,9 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
         """A stand-in for Counter and defaultdict. Returns a Counter's dict, and ignores a defaultdict's factory."""
         return content if type(content) is dict else {}
 
-    def tables_of(content: object) -> Values:
-        """The tables itos and stoi of the vocabulary object as plain values."""
-        if type(content) is not Table or type(content.attributes) is not dict:
-            raise pickle.UnpicklingError(f"it holds a {type(content).__name__} and no vocabulary object")
-        return {name: value for name, value in content.attributes.items() if name in ("itos", "stoi")}
-
     stand_ins = {"collections.Counter": lookup, "collections.defaultdict": lookup, "vocab.Vocab": Table}
-    tables = read_plain_pickle(path, stand_ins | {"vocab._default_unk_index": None}, tables_of)
+    content = read_harmless_pickle(path, stand_ins | {"vocab._default_unk_index": None})
+    tables = content.attributes if type(content) is Table else None
     words = _checked_words(tables, "itos", "stoi", path, "vocabulary of a Meshed-Memory Transformer")
     missing = [special for special in _MESHED_SPECIALS if special not in words]
     if missing:
@@ -169,7 +142,7 @@ def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     Its keys are `word2idx_dict`, `idx2word_list`, `sos_str` and `eos_str`. Raises ValueError for other content, and if
     the two tables contradict each other.
     """
-    content = read_plain_pickle(path)
+    content = read_harmless_pickle(path)
     words = _checked_words(content, "idx2word_list", "word2idx_dict", path, "ExpansionNet v2 vocabulary")
     num_ids = len(content["word2idx_dict"])
     if num_ids != len(words):
@@ -188,13 +161,17 @@ def _checked_words(content: object, words_key: str, ids_key: str, path: Path, la
     The table of ids may contain more words, because it is a defaultdict in which each look-up of an unknown word adds
     an entry. label: the kind of vocabulary, for the error message.
     """
-    words, ids = (content.get(key) if isinstance(content, dict) else None for key in (words_key, ids_key))
+    tables = content if isinstance(content, dict) else {}
+    words, ids = tables.get(words_key), tables.get(ids_key)
     if not isinstance(words, list) or not isinstance(ids, dict) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{path} is no {label}: expected {words_key!r} and {ids_key!r}")
-    different = [index for index, word in enumerate(words) if ids.get(word) != index]
-    if different:
-        word = quoted(words[different[0]])
-        raise ValueError(f"{path}: its two tables contradict each other: word {different[0]} is {word} in one only")
+    for index, word in enumerate(words):
+        if ids.get(word) != index:
+            raise ValueError(
+                f"{path}: its two tables contradict each other: word {index} is {quoted(word)} in one only"
+            )
+        if re.search("[\ud800-\udfff]", word):
+            raise ValueError(f"{path} is refused: {quoted(word)} is no text (half of a surrogate pair)")
     return words
 
 
@@ -308,19 +285,20 @@ def _check_window(backbone: Backbone, swin: dict[str, Tensor], settings: Values)
     image size is known only for files with the original names, because only these files have a mask for each window of
     the shifted attention.
     """
-    table = swin.get("layers.0.blocks.0.attn.relative_position_bias_table")
-    mask = swin.get("layers.0.blocks.1.attn_mask")
+    table = swin.get("layers.0.blocks.0.attn.relative_position_bias_table")  # (2 window - 1)^2 rows
     if not backbone.config.is_swin or table is None or table.ndim != 2:
         return
-    window, (ours, _) = (math.isqrt(table.shape[0]) + 1) // 2, backbone.network.layers[0].blocks[0].window_size
+    window = (math.isqrt(table.shape[0]) + 1) // 2
+    ours, _ = backbone.network.layers[0].blocks[0].window_size
     if window != ours:
         raise UserError(
             f"backbone.window_size is {ours}, and the file's Swin has {window}; give --set "
             f"backbone.window_size={window}, and its --set backbone.image_size=N"
         )
-    size = (
-        backbone.config.image_size if mask is None or not mask.ndim else 4 * window * math.isqrt(len(mask))
-    )  # a patch has 4 x 4 pixels, and `mask` has one entry per window
+    mask = swin.get("layers.0.blocks.1.attn_mask")  # one entry per window
+    if mask is None or not mask.ndim:
+        return
+    size = 4 * window * math.isqrt(len(mask))  # a patch has 4 x 4 pixels
     if size != backbone.config.image_size and "image_size" not in settings:
         raise UserError(
             f"backbone.image_size is {backbone.config.image_size}, and the file's Swin was trained at {size}; give "

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from json import JSONDecoder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted
@@ -51,31 +51,26 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     with open_regular_file(path) as file:
         if max_bytes is None:
             return file.read()
-        if (size := os.fstat(file.fileno()).st_size) <= max_bytes:
-            data = file.read(size + 1)
-            if len(data) > size:  # the file has grown meanwhile
-                data += file.read(max_bytes + 1 - len(data))
-            if len(data) <= max_bytes:
-                return data
-        raise OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
+        too_large = OSError(errno.EMSGSIZE, f"larger than {max_bytes} bytes", str(path))
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise too_large
+        data = file.read(size + 1)
+        if len(data) > size:  # the file has grown meanwhile
+            data += file.read(max_bytes + 1 - len(data))
+        if len(data) > max_bytes:
+            raise too_large
+        return data
 
 
 def is_file(path: Path) -> bool:
     """True if the path leads to a regular file. False if its text cannot be a path, for example with a NUL."""
-    return stat.S_ISREG(_mode(path))
+    return os.path.isfile(path)  # noqa: PTH113 (Path.is_file raises an error if the name is too long)
 
 
 def is_folder(path: Path) -> bool:
     """True if the path leads to a folder. False if its text cannot be a path, for example with a NUL."""
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: Path) -> int:
-    """The mode (`st_mode`) of the file or folder at a path, or 0 if there is none."""
-    try:
-        return path.stat().st_mode
-    except (OSError, ValueError):  # missing, too long, or with a NUL
-        return 0
+    return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises an error if the name is too long)
 
 
 def open_regular_file(path: Path) -> BinaryIO:
@@ -202,45 +197,58 @@ def _place(mark: yaml.Mark) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
-def _measure_node(
-    node: yaml.Node, name: str, measured: dict[int, tuple[int, int, int]], parents: tuple[int, ...]
-) -> tuple[int, int, int]:
-    """The number of nodes, the number of characters, and the height of a tree. An alias counts as a copy.
+class Measures(NamedTuple):
+    """The sizes of a YAML tree. characters: of all values. height: the number of levels."""
+
+    nodes: int
+    characters: int
+    height: int
+
+
+def _measure_node(node: yaml.Node, name: str, measured: dict[int, Measures], parents: tuple[int, ...]) -> Measures:
+    """Measures a tree, in which an alias counts as a copy.
 
     Raises UserError above a limit. measured: earlier results by `id(node)`, so that an alias takes no time. parents:
     `id(node)` of each node above this one.
     """
+    import yaml
+
     if id(node) in parents:
         raise UserError(f"{name}: an alias contains itself")
-    *_, known_height = measured.get(id(node), (0, 0, 1))
-    if len(parents) + known_height > MAX_YAML_DEPTH:
+    known = measured.get(id(node))
+    if len(parents) + (1 if known is None else known.height) > MAX_YAML_DEPTH:
         raise UserError(f"{name} is nested more than {MAX_YAML_DEPTH} deep")
-    if id(node) in measured:
-        return measured[id(node)]
+    if known is not None:
+        return known
     if node.tag.removeprefix("tag:yaml.org,2002:") not in YAML_TAGS:
         raise UserError(f"{name}: the tag {printable(node.tag)} is not supported; write a plain list, mapping or text")
-    children = node.value if isinstance(node.value, list) else []
     if isinstance(node.value, str) and len(node.value) > MAX_YAML_NUMBER and not node.tag.endswith(":str"):
         raise UserError(f"{name} has a number of {len(node.value)} characters; the limit is {MAX_YAML_NUMBER}")
-    _refuse_repeated_keys(children, name)
-    total, length, height = 1, 0 if children else len(node.value), 1
+    children: list[yaml.Node] = node.value if isinstance(node.value, list) else []  # keys and values of a mapping
+    if isinstance(node, yaml.MappingNode):
+        _refuse_repeated_keys([key for key, _ in node.value], name)
+        children = [child for pair in node.value for child in pair]
+    num_nodes, num_characters, height = 1, len(node.value) if isinstance(node.value, str) else 0, 1
     for child in children:
-        for each in child if isinstance(child, tuple) else (child,):
-            num_nodes, num_characters, child_height = _measure_node(each, name, measured, (*parents, id(node)))
-            total, length, height = total + num_nodes, length + num_characters, max(height, 1 + child_height)
-    if total > MAX_YAML_NODES:
+        below = _measure_node(child, name, measured, (*parents, id(node)))
+        num_nodes += below.nodes
+        num_characters += below.characters
+        height = max(height, 1 + below.height)
+    if num_nodes > MAX_YAML_NODES:
         raise UserError(f"{name} expands to more than {MAX_YAML_NODES} values; remove aliases")
-    if length > MAX_YAML_TEXT:
+    if num_characters > MAX_YAML_TEXT:
         raise UserError(f"{name} expands to more than {MAX_YAML_TEXT} characters; remove aliases of long texts")
-    measured[id(node)] = total, length, height
+    measured[id(node)] = Measures(num_nodes, num_characters, height)
     return measured[id(node)]
 
 
-def _refuse_repeated_keys(pairs: Sequence[object], name: str) -> None:
-    """Raises UserError if a mapping repeats a key, because YAML would keep the last value. pairs: the node's value."""
+def _refuse_repeated_keys(keys: Sequence[yaml.Node], name: str) -> None:
+    """Raises UserError if a mapping repeats a key, because YAML would keep the last value."""
     seen = set[tuple[str, str]]()
-    for key in (pair[0] for pair in pairs if isinstance(pair, tuple) and isinstance(pair[0].value, str)):
-        if (key.tag, key.value) in seen and not key.tag.endswith(":merge"):
+    for key in keys:
+        if not isinstance(key.value, str) or key.tag.endswith(":merge"):
+            continue
+        if (key.tag, key.value) in seen:
             place = _place(key.start_mark)
             raise UserError(f"{name} has the key {quoted(key.value)} a second time in {place}; remove one of them")
         seen.add((key.tag, key.value))
@@ -267,21 +275,17 @@ def gunzip(data: bytes, name: str) -> bytes:
 
 def kind_of(value: object) -> str:
     """The kind of a JSON or YAML value in words, for messages."""
-    kinds = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return "nothing" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "a number"
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "nothing"}
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def require_mapping(value: object, name: str) -> Mapping[str, Any]:
     """Returns `value` if it is a mapping whose keys are text. Raises UserError otherwise."""
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a mapping of keys, found {kind_of(value)}")
-    if strange := [key for key in value if not isinstance(key, str)]:
-        raise UserError(f"{name} has the key {quoted(strange[0])}, which is not text")
+    for key in value:
+        if not isinstance(key, str):
+            raise UserError(f"{name} has the key {quoted(key)}, which is not text")
     return value

@@ -84,15 +84,17 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
     ]
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     stored = min(sum(group.column(index).total_compressed_size for group in groups for index in chosen), source.size)
-    if metadata.num_rows > (limit := max(MIN_LIMIT_VALUES, source.size)):
-        raise ValueError(f"it has {metadata.num_rows} rows in {source.size} bytes; the limit is {limit}")
+    max_rows = max(MIN_LIMIT_VALUES, source.size)
+    if metadata.num_rows > max_rows:
+        raise ValueError(f"it has {metadata.num_rows} rows in {source.size} bytes; the limit is {max_rows}")
     file = pq.ParquetFile(source, read_dictionary=[leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"])
-    limit = left = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
+    max_bytes = max(MIN_LIMIT_BYTES, MAX_RATIO * stored)
+    num_bytes = 0
     for group in range(len(groups)):  # one by one, because Arrow cannot join nested dictionaries of two groups
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
-            left -= sum(map(decoded_bytes, batch.columns))
-            if left < 0:
-                raise ValueError(f"it has more than {limit} bytes of text in {stored} bytes; divide it")
+            num_bytes += sum(map(decoded_bytes, batch.columns))
+            if num_bytes > max_bytes:
+                raise ValueError(f"it has more than {max_bytes} bytes of text in {stored} bytes; divide it")
             send_batch(parent, batch)
 
 

@@ -107,10 +107,9 @@ class _Child:
             if self._process is None:
                 self._start()
             batches: list[pa.RecordBatch] = []
-            kind = b""
             try:
                 self._pipe.send_bytes(json.dumps({**task, "size": file.seek(0, os.SEEK_END)}).encode())
-                while kind != b"D":
+                while True:
                     kind, content = self._received(), self._received()
                     if kind == b"R":
                         start, length = json.loads(content)
@@ -118,14 +117,16 @@ class _Child:
                         self._pipe.send_bytes(file.read(length))
                     elif kind == b"B":
                         batches += pa.ipc.open_stream(content)
-                    elif kind == b"E":
-                        raise ValueError(content.decode())
-                return batches, json.loads(content)
-            except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-                raise ValueError("its reader ended, by a limit of memory or time or by damage") from error
-            finally:
-                if kind not in (b"D", b"E"):  # after an error of this process, the child still waits, so it is stopped
-                    self.stop()
+                    else:
+                        break
+            except BaseException as error:  # the child has ended, or still waits for an answer
+                self.stop()
+                if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
+                    raise ValueError("its reader ended, by a limit of memory or time or by damage") from error
+                raise
+        if kind == b"E":
+            raise ValueError(content.decode())
+        return batches, json.loads(content)
 
     def _received(self) -> bytes:
         """The child's next message. Raises EOFError if the child has ended, even in the middle of a message."""
