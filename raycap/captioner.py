@@ -54,12 +54,7 @@ class Captioner:
         return list(found)
 
     def explain(
-        self,
-        image: ImageSource,
-        *,
-        caption: str | None = None,
-        head: int | None = None,
-        attribution: bool = True,
+        self, image: ImageSource, *, caption: str | None = None, head: int | None = None, attribution: bool = True
     ) -> Explanation:
         """Returns maps of where the model looks in an image for each word of a caption (`raycap caption --explain`).
 

@@ -88,43 +88,38 @@ def submit(
     # The id is a part of URLs, so it contains only letters, digits and hyphens.
     job_id = f"raycap-{re.sub(r'[^A-Za-z0-9-]', '-', name)}-{begin}-{uuid.uuid4().hex[:6]}"
     title = " ".join([command, *job_arguments[:1]])
-    _prepare_client()
-    from ray.job_submission import JobSubmissionClient
-
-    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder, _errors_translated(address):
+    variables_of_job = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(environment)
+    with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
         pack(Path(folder), files)
-        client = JobSubmissionClient(address)
-        client.submit_job(
-            submission_id=job_id,
-            entrypoint=entrypoint(command, job_arguments, secrets),
-            runtime_env={
-                "working_dir": folder,
-                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(environment),
-            },
-            metadata={"raycap.command": title, "raycap.commit": commit()},
-        )
+        with _jobs_server(address) as client:
+            client.submit_job(
+                submission_id=job_id,
+                entrypoint=entrypoint(command, job_arguments, secrets),
+                runtime_env={"working_dir": folder, "env_vars": variables_of_job},
+                metadata={"raycap.command": title, "raycap.commit": commit()},
+            )
     logger.info(f"job       {job_id}: raycap {title}")
     logger.info(f"follow    ray job logs {job_id} --address {address} --follow")
     logger.info(f"stop      ray job stop {job_id} --address {address}")
-    return 0 if detach else follow(client, job_id)
-
-
-def _prepare_client() -> None:
-    """Makes Ray's client of the jobs server use a token, if there is one. Must be called before Ray is imported."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    for name in ADDRESS_VARIABLES:
-        os.environ.pop(name, None)
-    for name in CLIENT_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    return 0 if detach else follow(client, job_id)  # `_jobs_server` has translated errors and closed nothing
 
 
 @contextmanager
-def _errors_translated(address: str) -> Iterator[None]:
-    """In the context, a refused request raises UserError, and an unreachable jobs server JobFailedError."""
-    from ray.exceptions import AuthenticationError
+def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
+    """Yields Ray's client of the jobs server. The client finds the token by itself.
 
+    In the `with` block, a refused request raises UserError, and an unreachable server raises JobFailedError.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # set here, because Ray reads it when it is imported
+    for name in ADDRESS_VARIABLES:
+        os.environ.pop(name, None)
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    for name in CLIENT_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        yield
+        yield JobSubmissionClient(address)
     except AuthenticationError as error:
         raise UserError(
             f"{address} refuses the token, or asks for one; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"

@@ -27,9 +27,6 @@ class Features:
     lengths: Tensor | None = None  # (B,), the number of valid tokens of each image; None if all N are valid
     boxes: Tensor | None = None  # (B, N, 4), corners x0 y0 x1 y1 of regions, for the models that need them
 
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
-
 
 @dataclass(frozen=True)
 class Memory:

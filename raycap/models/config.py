@@ -128,8 +128,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.d_model % self.num_heads:
             raise ValueError(
-                f"model.d_model = {self.d_model} does not divide by model.num_heads = {self.num_heads} "
-                f"(remainder {self.d_model % self.num_heads}); choose heads that divide the width"
+                f"model.d_model = {self.d_model} does not divide by model.num_heads = {self.num_heads}; choose heads "
+                "that divide the width"
             )
         if self.word_vectors is not None and self.word_vector_width is None:
             raise ValueError(

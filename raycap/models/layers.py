@@ -80,11 +80,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Scaled dot-product attention of Q queries (B, H, Q, d) to N keys and values (B, H, N, d), where d is D / H.
 

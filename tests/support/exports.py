@@ -117,8 +117,8 @@ def torch_captions(
     """The best captions by raycap's search in batches. change: of the search."""
     search = bundle.search if change is None else change(bundle.search)
     captions = []
-    for start in range(0, len(inputs), batch_size):
-        rows = torch.arange(start, min(start + batch_size, len(inputs)))
+    for start in range(0, len(inputs.tokens), batch_size):
+        rows = torch.arange(start, min(start + batch_size, len(inputs.tokens)))
         memory = bundle.captioner.encode(select_images(inputs, rows))
         found = find_captions(bundle.captioner.model, memory, search, bundle.vocabulary, ())
         log_probs = found.log_probs[:, 0].sum(-1).tolist()

@@ -77,9 +77,11 @@ class EncoderGraph(nn.Module):
     @torch.no_grad()
     def outputs(self) -> list[GraphTensor]:
         """Returns the tensors of the result. Two runs that differ in N show which of their dimensions depend on N."""
-        first, second = (self(*(each.example for each in self.inputs(image_tokens=count))) for count in (7, 6))
+        first = self(*(each.example for each in self.inputs(image_tokens=7)))
+        second = self(*(each.example for each in self.inputs(image_tokens=6)))
         names = [f"{kind}_{index}" for index in range(len(self.model.decoder)) for kind in ("key", "value")]
-        names = [*names, "bias"][: len(first)]
+        if len(first) > len(names):
+            names.append("bias")
         return [
             GraphTensor(name, each, {0: "images"} | _changed(each, other, "image_tokens"))
             for name, each, other in zip(names, first, second, strict=True)

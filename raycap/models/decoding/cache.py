@@ -39,7 +39,7 @@ class TreeSlots:
         slot is 0 at the positions after its own step.
         """
         cached = self.cached.get(name)
-        if cached is None or cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length):
+        if cached is None or self._is_full(cached, length):
             cached = self.cached[name] = self._grown(cached, shape, like, length)
         used = cached[:, :, : self.count]
         if length is not None:
@@ -51,6 +51,10 @@ class TreeSlots:
         new_slots, all_slots = self.allocate(name, tuple(new.shape), new)
         new_slots.copy_(new)
         return all_slots
+
+    def _is_full(self, cached: Tensor, length: int | None) -> bool:
+        """Returns True if the tensor has too few slots, or fewer than `length` positions."""
+        return cached.shape[2] < self.count or (length is not None and cached.shape[-1] < length)
 
     def _grown(self, old: Tensor | None, shape: tuple[int, ...], like: Tensor, length: int | None) -> Tensor:
         """Returns a larger tensor that begins with the content of `old`. The size doubles, so that copies are rare."""

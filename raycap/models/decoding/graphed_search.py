@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from raycap.models.base import CaptionModel, Memory, map_tensors
-from raycap.models.decoding.search import (
-    Beams,
-    Captions,
-    Decoder,
-    ScoreRules,
-    beam_search,
-    search,
-    start_beams,
-)
+from raycap.models.decoding.search import Beams, Captions, Decoder, ScoreRules, beam_search, search, start_beams
 
 logger = logging.getLogger(__name__)
 

@@ -129,7 +129,8 @@ def _act_under_lease(config: RunConfig, act: Callable[[Retraining], int], *, by_
     if isinstance(lease, LeaseRecord):
         logger.info(f"lease     held by {lease}; nothing to do here")
         return 0
-    logger.info(f"{'lease:   ' if by_force else 'step 1/5  lease:'} {path}, token {lease.token}")
+    label = "lease:   " if by_force else "step 1/5  lease:"
+    logger.info(f"{label} {path}, token {lease.token}")
     try:
         with lease:
             return act(Retraining(config, store, lease))

@@ -53,7 +53,7 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
     With `replace=False`, an existing `folder` that is not empty raises OSError. After an error `folder` is unchanged,
     and the temporary folder is removed.
     """
-    temporary, old = _temporary(folder), _temporary(folder)
+    temporary, replaced = _temporary(folder), _temporary(folder)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -61,14 +61,14 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
             for path in (temporary, *temporary.rglob("*")):
                 _flush(path)
         if replace and folder.exists():
-            folder.rename(old)
+            folder.rename(replaced)
         temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
         if durable:
             _flush(folder.parent)
     except BaseException:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
+        if replaced.exists() and not folder.exists():
+            replaced.rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 

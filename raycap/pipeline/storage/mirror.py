@@ -64,22 +64,28 @@ class Mirror:
                 listed = _without_unfinished(self._listed(under))
                 wanted = only or {name for name in listed if _is_visible(name)}
                 remote = {name: entry for name, entry in listed.items() if name in wanted}
-                for name in remote:
-                    relative_name(name, self.home.uri)  # raises UserError for a name that leads out of the copy
-                files = self._local_files(under)
-                outdated = [name for name, each in remote.items() if record.get(name) != [each.tag, files.get(name)]]
-                check({name: remote[name] for name in outdated})
-                is_complete = _transfer(self._fetch, outdated, record)
-                for name in files.keys() - remote.keys():
-                    (self.local / name).unlink(missing_ok=True)
-                    record.pop(name, None)
-                self._remove_empty_folders(under)
-                if is_complete:
+                if self._pull_listed(under, remote, record, check):
                     return
         raise StorageError(
             f"{join(self.home.uri, under)}: files are removed while they are copied, because another process writes "
             "the folder; try again, or when that process has ended"
         )
+
+    def _pull_listed(
+        self, under: str, remote: Mapping[str, Entry], record: Record, check: Callable[[Mapping[str, Entry]], None]
+    ) -> bool:
+        """Makes the copy below `under` equal to the objects `remote`. Returns False if some were removed meanwhile."""
+        for name in remote:
+            relative_name(name, self.home.uri)  # raises UserError for a name that leads out of the copy
+        files = self._local_files(under)
+        outdated = [name for name, each in remote.items() if record.get(name) != [each.tag, files.get(name)]]
+        check({name: remote[name] for name in outdated})
+        is_complete = _transfer(self._fetch, outdated, record)
+        for name in files.keys() - remote.keys():
+            (self.local / name).unlink(missing_ok=True)
+            record.pop(name, None)
+        self._remove_empty_folders(under)
+        return is_complete
 
     def push(self, under: str = "", check_may_write: Callable[[], None] = lambda: None) -> None:
         """Makes S3 below `under` equal to the copy.

@@ -118,9 +118,10 @@ class S3Object:
         """
         from botocore.exceptions import ClientError
 
-        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
-        # A write is too late if the object was replaced or, where a tag is given, removed.
-        refusals = {HTTPStatus.PRECONDITION_FAILED} | ({HTTPStatus.NOT_FOUND} if tag is not None else set())
+        if tag is None:
+            condition, refusals = {"IfNoneMatch": "*"}, [HTTPStatus.PRECONDITION_FAILED]
+        else:  # the object may have been replaced or removed
+            condition, refusals = {"IfMatch": tag}, [HTTPStatus.PRECONDITION_FAILED, HTTPStatus.NOT_FOUND]
         with self._errors_translated():
             for is_last in _attempts():
                 try:

@@ -135,7 +135,7 @@ def test_texts_that_travel_hold_no_password_and_name_every_variable(tmp_path: Pa
 
 def test_paths_of_this_machine() -> None:
     packed = {"words/a.txt"}
-    for path in (None, "none", "synthetic", "s3://bucket/prefix", "./words/a.txt", "/shared"):
+    for path in ("none", "synthetic", "s3://bucket/prefix", "./words/a.txt", "/shared"):
         check_paths([("key", path)], packed)
     for path in ("results", Path("words/b.txt")):
         with pytest.raises(UserError, match=f"^--out = {path} is relative to a job's folder"):
