@@ -196,9 +196,9 @@ class RunDriver:
         """Decides the precisions that are `auto`. Without a decision in the storage, workers measure the precisions."""
         config = self.config
         if config.has_backbone and config.features.compute_dtype == "auto":
-            backbone, place = replace(config.backbone, weights="none"), config.storage_place / "precision"
+            backbone = replace(config.backbone, weights="none")  # the weights do not decide which precision is faster
             start = partial(start_extraction, config, self.address)
-            precision = extraction_precision(backbone, config.features, place, start)
+            precision = extraction_precision(backbone, config.features, config.storage_place / "precision", start)
             features = config.features.model_copy(update={"compute_dtype": precision})
             config = config.model_copy(update={"features": features})
         config = with_search_precision(config, self.address)

@@ -119,7 +119,10 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
     """Writes the files of a new run."""
-    vocabulary, sizes, num_tokens, parts = _begin(config, dataset)
+    vocabulary, model, backbone = _initial_parts(config, dataset)
+    parts: dict[str, nn.Module] = {"model": model}
+    if backbone is not None:
+        parts["backbone"] = backbone
     folder.path.mkdir(parents=True, exist_ok=True)
     dataset.save(folder.path / "data.arrow")
     write_text(folder.path / "vocabulary.json", vocabulary.to_json())
@@ -137,8 +140,8 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
         versions={name: version_of(name) for name in RECORDED_PACKAGES} | {"python": platform.python_version()},
         splits=dataset.split_sizes(),
         unreadable=unreadable,
-        sizes=sizes,
-        num_tokens=num_tokens,
+        sizes=model.sizes,
+        num_tokens=config.features.max_regions if backbone is None else backbone.num_tokens,
         parameters={"backbone": 0} | counts,
     )
     folder.push("data.arrow", "vocabulary.json", "config.yaml", DECISIONS, "init")
@@ -146,11 +149,11 @@ def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: 
     folder.push("run.json")
 
 
-def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes, int, dict[str, nn.Module]]:
-    """The vocabulary, sizes, tokens per image and initial modules of a new run.
+def _initial_parts(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, CaptionModel, Backbone | None]:
+    """The vocabulary, model and backbone of a new run. A run with region features has no backbone.
 
-    The modules are "model" and, if the run has one, "backbone". Weights are drawn from one seeded sequence, those of
-    the backbone first. Raises UserError if the configuration does not fit the data or the bundle of `init_from`.
+    Weights are drawn from one seeded sequence, those of the backbone first. Raises UserError if the configuration does
+    not fit the data or the bundle of `init_from`.
     """
     import torch
 
@@ -167,19 +170,16 @@ def _begin(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, ModelSizes,
     backbone = None
     if config.has_backbone:
         backbone = initial_backbone(config, with_weights=bundle is None)  # else the bundle has the weights
-        width, num_tokens = backbone.width, backbone.num_tokens
+        width = backbone.width
     else:
-        width, num_tokens = feature_width(dataset, config), config.features.max_regions
+        width = feature_width(dataset, config)
         torch.manual_seed(config.seed)
     check_constraints(config, dataset, vocabulary)
     sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     model = _initial_model(config, sizes, vocabulary)
     if bundle is not None:
         _copy_bundle(bundle, model, backbone, label)
-    parts: dict[str, nn.Module] = {"model": model}
-    if backbone is not None:
-        parts["backbone"] = backbone
-    return vocabulary, sizes, num_tokens, parts
+    return vocabulary, model, backbone
 
 
 def _initial_model(config: RunConfig, sizes: ModelSizes, vocabulary: Vocabulary) -> CaptionModel:

@@ -204,7 +204,7 @@ class Batches:
         """Calls `Images.load`. If an image cannot be decoded, raises ValueError with the image's URI."""
         try:
             return self.images.load(rows, seeds)
-        except BadImage:
+        except BadImage:  # does not name the image, so each image is loaded alone to find the bad one
             for row, seed in zip(rows, seeds, strict=True):
                 try:
                     self.images.load(np.array([row]), np.array([seed]))

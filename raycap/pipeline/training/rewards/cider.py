@@ -240,6 +240,7 @@ def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor)
     needs one key of padding after the last bucket.
     """
     present = (take(keys, position) == values) & (position < end)
+    # The numbers of the values that have not been found, and whose buckets have another key.
     pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
     while len(pending):
         following = take(position, pending) + 1
