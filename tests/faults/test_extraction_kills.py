@@ -24,6 +24,7 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT, small_config
 from tests.support.features import gather
+from tests.support.logs import on_message
 
 NUM_IMAGES, ROWS = 96, 4
 
@@ -68,9 +69,11 @@ class Extraction:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, text=True)
 
     def finish(self) -> str:
-        """Runs the command to its end and returns its output."""
-        assert self.start().wait(timeout=300) == 0, self.log.read_text()
-        return self.log.read_text()
+        """Runs the command to its end, in this process. Returns what it logs."""
+        lines: list[str] = []
+        with on_message(lines.append):
+            assert main(["extract", str(self.config), "--verify"]) == 0
+        return "\n".join(lines)
 
     def manifests(self) -> list[str]:
         return [name for name in self.features.list() if "/manifest/" in name and name.endswith(".parquet")]
@@ -130,7 +133,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(images: Path, ray_session: None) -> dict[str, bytes]:
     folder = images.parent / "undisturbed"
     extraction = Extraction(folder, str(images), {"uri": str(folder / "store")})
-    assert main(["extract", str(extraction.config), "--verify"]) == 0
+    extraction.finish()
     return content(extraction.store())
 
 

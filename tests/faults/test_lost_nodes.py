@@ -56,7 +56,7 @@ def replace_node(cluster: Cluster, title: str) -> None:
     """Kills the node with a process of this title; another node joins."""
     (node, *_) = [node for node in cluster.nodes[1:] if node.poll() is None and processes(node, title)]
     cluster.kill(node)
-    cluster.join_node()
+    cluster.join_nodes()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_search_survives_a_lost_node(pair: Cluster, s3: str) -> None:
     def lose_a_node(log: Path) -> None:
         wait_until(log, lambda text: all(f"trial {number}/2  epoch 2" in text for number in (1, 2)))
         pair.kill(next(node for node in pair.nodes[1:] if node.poll() is None))
-        pair.join_node()
+        pair.join_nodes()
 
     words = ["tune", pair.write("search.yaml", search), "--address", pair.address]
     output = pair.raycap(*words, meanwhile=lose_a_node)
@@ -128,8 +128,7 @@ def test_a_job_waits_for_nodes_that_come_later(s3: str) -> None:
 
         def join_nodes(log: Path) -> None:
             wait_until(log, lambda text: "waiting   " in text)
-            for _ in range(2):
-                cluster.join_node()
+            cluster.join_nodes(2)
 
         words = ["submit", "run", cluster.write("run.yaml", settings(s3, "later")), "--address", cluster.dashboard]
         assert "succeeded" in cluster.raycap(*words, node=OUTSIDE, meanwhile=join_nodes)
@@ -137,7 +136,7 @@ def test_a_job_waits_for_nodes_that_come_later(s3: str) -> None:
 
 def drain_a_node(cluster: Cluster, log: Path) -> None:
     """Ray learns that a node will be taken in 20 s, as from a provider of spot nodes, and the node is then killed."""
-    cluster.join_node()  # the replacement
+    cluster.join_nodes()  # the replacement
     node_id = printed(cluster, sys.executable, "-c", SPOT_NODE.format(cluster.address)).split()[-1]
     drain = ["drain-node", "--address", cluster.address, "--node-id", node_id, "--deadline-remaining-seconds", "20"]
     drain += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
@@ -165,7 +164,7 @@ def printed(cluster: Cluster, *command: str) -> str:
 def test_a_notice_saves_the_next_step(s3: str, fault: Callable[[Cluster, Path], None]) -> None:
     """The run resumes from the checkpoint of the notice, which is its only one."""
     with worker_cluster(1) as cluster:
-        cluster.join_node(options=['--resources={"spot": 1}'])
+        cluster.join_nodes(options=['--resources={"spot": 1}'])
         values = settings(s3, fault.__name__.replace("_", "-"))
         values["stages"][0] |= {"epochs": 150, "validate_every_epochs": 150, "checkpoint_every_steps": 10**6}
 
@@ -195,8 +194,7 @@ def test_a_run_continues_with_fewer_workers_and_then_with_more(s3: str) -> None:
             for node in cluster.nodes[3:]:
                 cluster.kill(node)
             wait_until(log, lambda text: "with 2 workers" in text)
-            for _ in range(2):
-                cluster.join_node()
+            cluster.join_nodes(2)
             wait_until(log, lambda text: text.count("with 4 workers") > 1)
 
         output = run(cluster, values, cause)

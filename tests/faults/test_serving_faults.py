@@ -93,8 +93,7 @@ class Service:
 @pytest.fixture
 def service(s3: str, tmp_path: Path) -> Iterator[Service]:
     with ray_cluster(variables={"PYTHONPATH": str(ROOT)}) as cluster:
-        for _ in range(2):  # each has room for all replicas
-            cluster.join_node(cpus=5)
+        cluster.join_nodes(2, cpus=5)  # each has room for all replicas
         yield Service(cluster, s3, tmp_path)
 
 

@@ -45,8 +45,8 @@ def test_a_cluster_that_captions_nothing_ends_the_command(
     """The tasks ask for more CPUs than there are, as after the loss of all nodes. The next call continues."""
     names, out = write_images(tmp_path / "images", 3), tmp_path / "captions.jsonl"
     words = ["caption", *names, "--model", str(make_bundle(tmp_path / "bundle")), "--out", str(out)]
-    monkeypatch.setattr(raycap.jobs.caption, "MIN_IMAGES_FOR_RAY", 3)
     with monkeypatch.context() as lost:
+        lost.setattr(raycap.jobs.caption, "MIN_IMAGES_FOR_RAY", 3)
         lost.setattr(CaptionPool, "cpus", 100)
         with pytest.raises(StalledError) as raised:
             caption(words[1:4], words[5], out=str(out), max_stall_minutes=0.1)

@@ -1,4 +1,4 @@
-"""A Ray that raycap starts: it listens on the loopback, asks for a token, and others cannot read its files."""
+"""A Ray that raycap starts: it listens on the loopback, asks for a secret token, and its files are private."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from raycap.pipeline.cluster.start import private_folder
+from raycap.pipeline.errors import UserError
 from tests.conftest import ROOT
 
 # Starts Ray, runs a task, and prints the addresses on which this process and those below it listen, by process.
@@ -17,7 +19,9 @@ SCRIPT = """
 import json, os, sys, time
 import psutil
 from raycap.pipeline.cluster.start import connect
+from raycap.pipeline.runtime.secrets import without_secrets
 
+without_secrets("the environment is read once")
 connect(None)
 import ray
 sockets = {}
@@ -34,7 +38,7 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             sockets.setdefault(" ".join(process.cmdline())[:200], []).append(each.laddr.ip)
 from ray._private.worker import _global_node as node
 print(json.dumps({"sockets": sockets, "folder": node.get_session_dir_path(), "mode": os.environ["RAY_AUTH_MODE"],
-    "token": len(os.environ["RAY_AUTH_TOKEN"])}))
+    "token": len(os.environ["RAY_AUTH_TOKEN"]), "log": without_secrets("bad: " + os.environ["RAY_AUTH_TOKEN"])}))
 """
 
 
@@ -51,6 +55,23 @@ def test_a_local_ray_is_for_this_user_alone(tmp_path: Path) -> None:
     for name, addresses in found["sockets"].items():
         assert {each.removeprefix("::ffff:") for each in addresses} <= {"127.0.0.1", "::1"}, (name, addresses)
     assert found["mode"] == "token" and found["token"] == 64
+    assert found["log"] == "bad: ${RAY_AUTH_TOKEN}"
     assert not (tmp_path / ".ray" / "auth_token").exists(), "Ray would let everybody read it"
     private = Path(found["folder"]).parents[1]
     assert private.name == f"raycap-{os.getuid()}" and private.stat().st_mode & 0o777 == 0o700
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_rays_folder_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "new"))
+    folder = private_folder()
+    assert folder.parent == tmp_path / "new" and mode(folder) == 0o700
+    folder.chmod(0o777)
+    assert mode(private_folder()) == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(UserError, match=f"{folder}.* belongs to another user; remove it or set RAY_TMPDIR"):
+        private_folder()

@@ -37,6 +37,7 @@ from tests.support.runs import (
     best_weights,
     break_each_stage_once,
     prepare_run,
+    run_ranks,
 )
 
 VIEWS = {"views": 2, "compute_dtype": "float32"}
@@ -386,7 +387,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         folder, store = prepare_run(place, stages=stages)
         save_steps(LocalContext("cpu"), folder.path, store, name, place / "one.pt")
         cases.append((folder.path, store, name, place))
-    torch.multiprocessing.spawn(one_rank, (2, cases, tmp_path), nprocs=2)  # type: ignore[attr-defined]
+    run_ranks(one_rank, 2, 2, cases, tmp_path)
     for *_, place in cases:
         one, norms, losses = torch.load(place / "one.pt")
         (two, norms_of_two, first), (_, _, second) = (torch.load(place / f"{rank}.pt") for rank in (0, 1))
@@ -420,7 +421,7 @@ def test_three_processes_with_unequal_shares_train_as_one(tmp_path: Path) -> Non
         folder, store = prepare_run(place, stages=stages)
         save_steps(LocalContext("cpu"), folder.path, store, name, place / "one.pt")
         cases.append((folder.path, store, name, place))
-    torch.multiprocessing.spawn(one_rank, (3, cases, tmp_path), nprocs=3)  # type: ignore[attr-defined]
+    run_ranks(one_rank, 3, 3, cases, tmp_path)
     for *_, place in cases:
         weights, norms, losses = torch.load(place / "one.pt")
         ranks = [torch.load(place / f"{rank}.pt") for rank in range(3)]

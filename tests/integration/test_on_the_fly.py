@@ -28,6 +28,7 @@ from tests.support.runs import (
     assert_same_weights,
     best_weights,
     break_each_stage_once,
+    run_ranks,
     write_config,
 )
 
@@ -105,8 +106,7 @@ def one_rank(rank: int, folders: list[Path], stores: list[StoragePath], out: Pat
 def test_two_workers_compute_the_features_of_a_store(tmp_path: Path) -> None:
     folders = [prepare_run(tmp_path / store, store=store) for store in ("always", "never")]
     stores = [extract(folder, FROZEN_STAGES[0]) for folder in folders]
-    arguments = ([folder.path for folder in folders], stores, tmp_path)
-    torch.multiprocessing.spawn(one_rank, arguments, nprocs=2)  # type: ignore[attr-defined]
+    run_ranks(one_rank, 2, [folder.path for folder in folders], stores, tmp_path)
     ours, expected = (best_weights(folder.stage(FROZEN_STAGES[0])) for folder in reversed(folders))
     assert_same_weights(ours, expected)
 

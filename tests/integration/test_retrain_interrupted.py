@@ -99,11 +99,14 @@ def ahead(
     monkeypatch.setattr("raycap.pipeline.retrain.retraining.try_rights", lambda folder: None)  # its writes do not count
     where, verdict = request.param
     world = World(tmp_path, request.getfixturevalue("s3") if where == "s3" else None)
-    world.begin()
+    world.begin(size=1)
     if verdict == "kept":
         world.add("train", 16, range(8))
     first(world)
-    world.add("train", 40, range(8) if verdict == "kept" else range(3, 8), wrong=verdict == "kept")
+    if verdict == "kept":
+        world.add("train", 40, range(8), wrong=True)
+    else:
+        world.add("train", 10, range(3, 8))
     saved = {name: (world.storage / name).read_bytes() for name in world.storage.list()}
 
     def worlds() -> Iterator[World]:

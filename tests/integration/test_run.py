@@ -53,10 +53,9 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(
     test_loop, and tests/faults on Ray, show that the weights are those of an undisturbed run.
     """
     stages = [stage for stage in small_config(tmp_path)["stages"] if stage["name"] in FROZEN_STAGES]
-    stages[0] |= {"epochs": 20, "validate_every_epochs": 10}
+    stages[0] |= {"epochs": 10, "validate_every_epochs": 5}
     broken = tmp_path / "broken"
-    settings = {"stages": stages, "workers__num_workers": 2, "tracking": {"enabled": True}}
-    settings["workers__dry_run"] = False
+    settings = {"stages": stages, "workers__dry_run": False, "tracking": {"enabled": True}}
     config = write_config(tmp_path / "run.yaml", small_config(broken, **settings))
 
     process = start_raycap("run", str(config))

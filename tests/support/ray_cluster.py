@@ -8,7 +8,6 @@ node: it sees that node's disk.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -37,7 +36,6 @@ MOUNT = (
     'mkdir -p "$1/disk" "$1/ray" && mount --bind "$1/disk" "$2/disk" && mount --bind "$1/ray" "$2/ray" && '
     'shift 2 && exec "$@"'
 )
-ALIVE = "import ray; ray.init('{}', log_to_driver=False); print('nodes', sum(n['Alive'] for n in ray.nodes()))"
 
 
 def free_port() -> int:
@@ -93,30 +91,28 @@ class Cluster:
         """Starts a worker node and returns without waiting for it. options: further options of `ray start`."""
         return self._start_node([f"--address={self.address}", *options], cpus)
 
-    def join_node(self, cpus: int = 1, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        """Starts a worker node and waits until it is in the cluster. A start that fails is repeated."""
-        before = self.num_alive()
+    def join_nodes(self, count: int = 1, cpus: int = 1, options: Sequence[str] = ()) -> None:
+        """Starts worker nodes at the same time and waits until they are in the cluster. Failed starts are repeated."""
         for _ in range(4):
-            node = self.add_node(cpus, options)
-            until = time.monotonic() + 120
-            while time.monotonic() < until and node.poll() is None:
-                if self.num_alive() > before:
-                    return node
-            self.kill(node)
-        raise AssertionError((self.folder / f"node-{len(self.nodes) - 1}.txt").read_text())
+            nodes = {self.log(): self.add_node(cpus, options) for _ in range(count)}
+            count -= sum(self._has_joined(node, log) for log, node in nodes.items())
+            if count == 0:
+                return
+        raise AssertionError("\n".join(log.read_text() for log in nodes))
 
-    def num_alive(self) -> int:
-        """The number of nodes that the cluster has now. Raises AssertionError if three drivers could not join it."""
-        log = self.folder / "alive.txt"
-        for _ in range(3):
-            program = self.start(HEAD, [sys.executable, "-c", ALIVE.format(self.address)], log)
-            try:
-                program.wait(60)
-            except subprocess.TimeoutExpired:  # on a machine that has just started, a driver may hang while it joins
-                self.kill(program)
-            if found := re.search(r"^nodes (\d+)$", log.read_text(), re.MULTILINE):  # Ray may add warnings
-                return int(found[1])
-        raise AssertionError(log.read_text())
+    def _has_joined(self, node: subprocess.Popen[bytes], log: Path) -> bool:
+        """Waits until `ray start` says that its node is in the cluster. Kills the node and returns False otherwise."""
+        until = time.monotonic() + 120
+        while time.monotonic() < until and node.poll() is None:
+            if "Ray runtime started" in log.read_text():
+                return True
+            time.sleep(0.1)
+        self.kill(node)
+        return False
+
+    def log(self) -> Path:
+        """The log of the node that is started next."""
+        return self.folder / f"node-{len(self.nodes)}.txt"
 
     def start(self, node: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
         """Starts a program on the disk of a node: `HEAD`, or any name for the disk of a machine outside the cluster."""
@@ -149,9 +145,7 @@ class Cluster:
         return log.read_text()
 
     def _start_node(self, options: Sequence[str], cpus: int) -> subprocess.Popen[bytes]:
-        name = str(len(self.nodes))
-        command = node_command(self.folder, name, cpus, options)
-        node = self._start(command, self.folder / f"node-{name}.txt", {})
+        node = self._start(node_command(self.folder, str(len(self.nodes)), cpus, options), self.log(), {})
         self.nodes.append(node)
         return node
 
@@ -242,6 +236,5 @@ def ray_cluster(
 def worker_cluster(count: int = 2, options: Sequence[str] = (), **variables: str) -> Iterator[Cluster]:
     """A cluster of a head without CPUs and `count` workers with one CPU each, whose programs import this checkout."""
     with ray_cluster(cpus=0, variables={"PYTHONPATH": str(ROOT)} | variables) as cluster:
-        for _ in range(count):
-            cluster.join_node(options=options)
+        cluster.join_nodes(count, options=options)
         yield cluster

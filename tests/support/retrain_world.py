@@ -75,11 +75,11 @@ class World:
     def annotate(self) -> None:
         (self.data / "dataset.json").write_bytes(json.dumps({"images": self.entries}).encode())
 
-    def begin(self) -> None:
-        """A data set whose held-out split has colors that the training split lacks."""
-        self.add("train", 12, range(3))
-        self.add("val", 4, range(4))
-        self.add("test", 16, range(8))
+    def begin(self, size: int = 2) -> None:
+        """A data set whose held-out split has colors that the training split lacks. size: in images per color."""
+        self.add("train", 6 * size, range(3))
+        self.add("val", 2 * size, range(4))
+        self.add("test", 8 * size, range(8))
 
     def settings(self) -> dict[str, Any]:
         settings = small_config({"uri": self.storage.uri, "endpoint_url": self.options.endpoint_url})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ SMALL_MODEL: dict[str, Any] = {
     "num_decoder_layers": 2,
 }
 MESHED_MEMORY = {"name": "meshed_memory", "num_memory_slots": 4}
+
+
+def run_ranks(function: Callable[..., None], count: int, *arguments: Any) -> None:
+    """Calls `function(rank, *arguments)` in `count` processes, which are forks of one that has imported torch."""
+    multiprocessing.set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
+        function, arguments, count, start_method="forkserver"
+    )
 
 
 class Killed(Exception):

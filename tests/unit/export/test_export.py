@@ -1,9 +1,11 @@
-"""Exported graphs of every system: their results, their captions, and the folder."""
+"""`raycap export`, and exported graphs of every system: their results, their captions, and the folder."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ import onnx
 import pytest
 import torch
 
-import raycap.pipeline.serving.export
+from raycap.jobs.cli import main
 from raycap.models.base import Features
 from raycap.models.convert.export_graphs import EncoderGraph, StepGraph
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.serving.export import compare_graphs, export_captioner, onnx_graph, write_graph
+from raycap.pipeline.serving.export import compare_graphs, export_captioner, onnx_graph
 from raycap_onnx import Caption, Captioner
 from tests.conftest import ROOT
+from tests.support.bundles import make_bundle
 from tests.support.exports import (
     SYSTEMS,
     Export,
@@ -82,19 +85,17 @@ def test_the_folder_is_described(exported: Export) -> None:
     assert (content["search"]["beam_size"], content["search"]["max_length"]) == (3, 12)
 
 
-def test_graphs_that_differ_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs are written with other weights than the model's."""
-
-    def write_other(path: Path, graph: torch.nn.Module, *arguments: Any) -> None:
-        for parameter in graph.parameters():
-            parameter.data *= 1.5
-        write_graph(path, graph, *arguments)
-        for parameter in graph.parameters():
-            parameter.data /= 1.5
-
-    monkeypatch.setattr(raycap.pipeline.serving.export, "write_graph", write_other)
+def test_graphs_that_differ_are_not_written(exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter writes the graphs of other weights than the model's."""
+    folder, _ = exported(QUICK)
+    exporter = "raycap.pipeline.serving.export.write_graph"
+    monkeypatch.setattr(exporter, lambda path, *_: shutil.copy(folder / path.name, path))
+    bundle = make_captioner_bundle(QUICK)
+    with torch.no_grad():
+        for parameter in bundle.captioner.parameters():
+            parameter.mul_(1.5)
     with pytest.raises(JobFailedError, match=r"differ from the model by up to .*; nothing was written"):
-        export_captioner(make_captioner_bundle("transformer"), tmp_path / "out")
+        export_captioner(bundle, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -139,3 +140,25 @@ def test_the_comparison_sees_a_wrong_cache(exported: Export) -> None:
         return [log_probs, *map(np.zeros_like, cache)]
 
     assert compare_graphs(encoder, step, [graphs[0], forget], step.cache) > 1e-2
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, out = make_bundle(tmp_path / "bundle", backbone=False), tmp_path / "new" / "out"
+    assert main(["export", str(bundle), "-o", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"The captioner: {out}"
+    assert lines[-2].startswith("the graphs differ from the model by up to ")
+    content = json.loads((out / "captioner.json").read_text())
+    assert content["opset"] == 20 and content["name"] == "small"
+    assert main(["export", str(bundle), "-o", str(out)]) == 2
+    assert f"--out {out} exists and is not empty" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find: Any = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    assert main(["export", "bundle", "-o", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "`raycap export` needs the package onnxscript" in said and "`export`" in said

@@ -1,4 +1,4 @@
-"""`raycap runs`: its tables, its JSON, and what it removes."""
+"""`raycap runs`: its tables, its JSON, and what it removes. `raycap sync` of a storage in which others may write."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from raycap.jobs.cli import main
+from raycap.jobs.sync import sync
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import small_config
@@ -71,3 +73,17 @@ def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsy
     file.write_text(yaml.safe_dump(small_config({"uri": uri, "endpoint_url": s3})))
     assert main(["runs", str(file)]) == 0
     assert "demo-1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["demo-a/../../../../../victim", "/{tmp}/demo-a", "../demo-a"])
+def test_a_run_with_another_place_in_its_name_is_left_out(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
+    storage = f"s3://data/sync/{tmp_path.name}"
+    StoragePath(f"{storage}/runs/{name.format(tmp=tmp_path)}/run.json", StorageOptions(s3)).write_bytes(b"{}")
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_config({"uri": storage, "endpoint_url": s3})))
+    with pytest.raises(UserError, match="contains no run"):
+        sync(config)
+    assert {path.name for path in tmp_path.iterdir()} <= {"run.yaml", "cache"} and not list(tmp_path.rglob("run.json"))

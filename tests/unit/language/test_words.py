@@ -1,4 +1,4 @@
-"""Words and characters in many scripts, against Unicode's rules in other implementations."""
+"""Words and characters in many scripts, against other implementations of Unicode's rules. Captions that do not fit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.tokenizers.tokenizer_zh import TokenizerZh
 
+from raycap.pipeline.data.language.caption_problems import CaptionProblems, cuts_letters
 from raycap.pipeline.data.language.tokenizers import (
     TOKENIZERS,
     characters,
@@ -21,6 +22,7 @@ from raycap.pipeline.data.language.tokenizers import (
     unicode_words,
 )
 from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.runtime.names import quoted
 from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 
 ALL = CAPTIONS | WITHOUT_SPACES
@@ -103,3 +105,34 @@ def test_characters_equal_sacrebleus_chinese_tokens(parts: list[str]) -> None:
     caption = "".join(parts)
     expected = [token for token in TokenizerZh()(normalized(caption)).split() if has_word(token)]
     assert characters(caption) == expected
+
+
+def warnings_of(tokenizer: str, *captions: str) -> list[str]:
+    problems = CaptionProblems(tokenizer)
+    for caption in captions:
+        problems.add(caption, TOKENIZERS[tokenizer].split(caption))
+    return list(problems.warnings())
+
+
+def test_a_sound_set_has_no_warnings() -> None:
+    assert warnings_of("expansionnet", "A red circle.", "Ein großer Kreis") == []
+    for tokenizer in ("unicode", "subword"):
+        assert warnings_of(tokenizer, *CAPTIONS.values()) == []
+    assert warnings_of("characters", *WITHOUT_SPACES.values()) == []
+
+
+def test_a_sentence_of_one_word_is_reported() -> None:
+    (warning,) = warnings_of("expansionnet", "一个大的红色圆形", "一只猫", "a dog")
+    assert warning.startswith("2 captions are one word for data.tokenizer = expansionnet, such as '一个大的红色圆形'")
+    assert warning.endswith("set data.tokenizer to characters")
+    (warning,) = warnings_of("expansionnet", "dog", "a red dog")
+    assert warning == "1 caption is one word for data.tokenizer = expansionnet, such as 'dog'; look at them"
+
+
+@pytest.mark.parametrize("script", ["Devanagari", "Tamil", "Arabic", "Hebrew", "Bengali", "Persian"])
+def test_cut_letters_are_reported(script: str) -> None:
+    caption = CAPTIONS[script]
+    (warning,) = warnings_of("expansionnet", caption, "a red dog")
+    assert "splits letters from their marks in 1 captions" in warning and quoted(caption) in warning
+    assert warning.endswith("set data.tokenizer to unicode")
+    assert not cuts_letters(caption, TOKENIZERS["unicode"].split(caption))

@@ -1,4 +1,4 @@
-"""Tables and JSON of scores over several seeds."""
+"""Plain-text tables, and tables and JSON of scores over several seeds."""
 
 from __future__ import annotations
 
@@ -63,3 +63,13 @@ def test_the_table_has_means_and_names_what_is_unavailable() -> None:
 def test_one_model_has_no_spread() -> None:
     scores = SeedScores.of({"ensemble of 5": {"test": entry(0.8)}})
     assert scores.rows("test", scores.columns) == [("test, 20 images (1 seed)", ["0.250", "0.800"])]
+
+
+def test_columns_are_aligned_and_reasons_follow_once() -> None:
+    rows = [("test", ["1.0", "unavailable: no java"]), ("a long name", ["12.25", "unavailable: no java"])]
+    assert format_table(["BLEU-4", "SPICE"], rows).splitlines() == [
+        "             BLEU-4  SPICE",
+        "test            1.0      -",
+        "a long name   12.25      -",
+        "SPICE unavailable: no java",
+    ]

@@ -1,10 +1,10 @@
-"""The identity of a run: every key counts as its mark says."""
+"""The identity of a run, and folders of runs whose files others may have written, cut or removed."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,15 @@ from raycap.models.config import Identity
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runs import identity
+from raycap.pipeline.runs.folder import StageResult
 from raycap.pipeline.runs.identity import config_identity, identity_marks
+from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.storage.s3 import StorageOptions
 from tests.conftest import ROOT
+from tests.support.runs import empty_run
 
 Place = tuple[str | int, ...]
 Marks = tuple[Identity | None, ...]
@@ -83,3 +89,36 @@ def test_a_file_counts_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
                 assert one == copied != other, place
     assert count == {Identity.FILE: 11, Identity.LARGE_FILE: 2}
     assert config_identity(changed(regions_run(), ("features", "hdf5"), SYNTHETIC)) == config_identity(regions_run())
+
+
+@pytest.mark.parametrize("token", ["../../victim", "/victim", "..", "a/b", "a\nb"])
+def test_a_token_cannot_choose_the_folder_of_a_copy(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))
+    home = StoragePath(f"s3://data/tokens/{tmp_path.name}/runs/demo-1", StorageOptions(s3))
+    (home / "log/driver_token").write_bytes(token.encode())
+    with pytest.raises(UserError, match="driver_token is .*, not a token"):
+        empty_run(tmp_path / "storage" / "runs" / "demo-1", home).on_worker()
+    assert not list(tmp_path.rglob("driver_token"))
+
+
+def test_a_lost_backbone_of_a_stage_that_trained_it_is_not_replaced_by_an_earlier_one(tmp_path: Path) -> None:
+    folder = empty_run(tmp_path)
+    for stage in folder.config.stages:
+        write_json(folder.stage(stage.name) / "DONE.json", asdict(StageResult(2, 1, 0.5, True, "")))
+        (folder.stage(stage.name) / "best-1").mkdir()
+        (folder.stage(stage.name) / "best-1/model.safetensors").touch()
+    (tmp_path / "init").mkdir()
+    (tmp_path / "init/backbone.safetensors").touch()
+    frozen, trained = folder.config.stages[:2]
+    assert not frozen.train_backbone and trained.train_backbone
+    assert folder.weights_after(frozen, "backbone") == tmp_path / "init/backbone.safetensors"
+    with pytest.raises(DamagedError, match=r"best-1/backbone\.safetensors is missing; restore it"):
+        folder.weights_after(trained, "backbone")
+
+
+def test_an_incomplete_summary_is_damaged(tmp_path: Path) -> None:
+    write_json(tmp_path / "COMPLETE.json", {"table": "", "scores": {}})
+    with pytest.raises(DamagedError, match=r"COMPLETE\.json is damaged: it has no durations, tracked; remove it"):
+        _ = empty_run(tmp_path).summary

@@ -1,13 +1,17 @@
-"""Folders in which a data set is beside other files, or has parts that cannot be used."""
+"""What `raycap init` sees in a folder: keys that names suggest, parts that cannot be used, the captions' language."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from raycap.pipeline.data.survey import survey
+from raycap.pipeline.data.first_configuration import detect_language
+from raycap.pipeline.data.formats.source import find_files
+from raycap.pipeline.data.survey import find_candidates, read_names, survey
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.forms import FORMS, Captioned, scenes, write_images
 
 SPLITS = [{"annotations": split, "split": split} for split in ("test", "train", "val")]
@@ -57,3 +61,70 @@ def test_folders_without_texts_are_left_out(tmp_path: Path, images: list[Caption
     found = survey(str(tmp_path))
     assert found.keys["sources"] == [{"annotations": "one"}, {"annotations": "two"}]
     assert len(found.dataset) == 60
+
+
+TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]
+
+
+def write(folder: Path, names: list[str]) -> StoragePath:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(TABLE)
+    return storage_path(folder)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: int) -> None:
+    """The patterns are compared with what the readers find by them."""
+    draw = random.Random(seed)
+    words = ["train", "val", "part", "part1", "a", "[b]", "{c,d}", "12", "x*"]
+    names = {
+        "/".join("-".join(draw.choices(words, k=draw.randint(1, 2))) for _ in range(draw.randint(1, 2))) + ".csv"
+        for _ in range(draw.randint(1, 8))
+    }
+    root = write(tmp_path, sorted(names))
+    for candidate in find_candidates(sorted(names)):
+        _, keys = read_names(root, candidate, sorted(names))
+        found = [name for each in keys.get("sources", [keys]) for name in find_files(root, each["annotations"])]
+        assert sorted(found) == sorted(candidate.files)
+
+
+CAPTIONS = {
+    "en": ("LATIN", ["A dog runs on the grass.", "Two men with a ball in the park"]),
+    "de": ("LATIN", ["Ein Hund läuft auf der Wiese.", "Zwei Männer mit einem Ball sind im Park"]),
+    "fr": ("LATIN", ["Un chien court dans le parc.", "Deux hommes avec une balle sur la plage"]),
+    "es": ("LATIN", ["Un perro corre en el parque.", "Dos hombres con una pelota en la playa"]),
+    "vi": ("LATIN", ["Một con chó đang chạy trên cỏ", "Hai người đàn ông với một quả bóng"]),
+    "ru": ("CYRILLIC", ["Собака бежит по траве", "Двое мужчин с мячом"]),
+    "zh": ("CJK", ["一只狗在草地上奔跑", "两个男人在公园里踢球"]),
+    "ja": ("HIRAGANA", ["犬が草の上を走っている", "公園でボールで遊ぶ二人の男性"]),
+    "ko": ("HANGUL", ["개가 잔디 위를 달린다", "공을 가진 두 남자"]),
+    "th": ("THAI", ["สุนัขวิ่งบนหญ้า", "ผู้ชายสองคนกับลูกบอล"]),
+    "hi": ("DEVANAGARI", ["एक कुत्ता घास पर दौड़ रहा है"]),
+    "ar": ("ARABIC", ["كلب يركض على العشب"]),
+    "el": ("GREEK", ["Ένας σκύλος τρέχει στο γρασίδι"]),
+}
+
+
+@pytest.mark.parametrize("code", CAPTIONS)
+def test_languages_and_their_tokenizers(code: str) -> None:
+    script, captions = CAPTIONS[code]
+    language = detect_language(captions)
+    assert (language.script, language.code) == (script, code)
+    wanted = {"en": "expansionnet", "zh": "characters", "ja": "characters", "th": "characters"}
+    assert language.tokenizer == wanted.get(code, "unicode")
+
+
+@pytest.mark.parametrize(
+    "captions",
+    [
+        ["En hund springer på gräset", "Två män med en boll i parken", "En kvinna sitter på en bänk"],  # Swedish
+        ["En hund løper på gresset", "To menn med en ball i parken"],  # Norwegian
+        ["Un câine aleargă pe iarbă", "Un om cu o minge"],  # Romanian
+        ["Seorang pria di taman", "Anjing berlari di rumput"],  # Indonesian
+        ["un con una"],  # Spanish and Italian
+        ["the xxx yyy zzz"],
+    ],
+)
+def test_a_language_without_a_clear_margin_is_unknown(captions: list[str]) -> None:
+    assert detect_language(captions).code is None

@@ -1,4 +1,4 @@
-"""Digests: each file is read once per machine, and any change of it is found."""
+"""Digests: each file is read once per machine, and any change of it is found. Also local paths."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage import digests
 from raycap.pipeline.storage.digests import DIGESTS, digests_in, file_digest, has_digest, write_digests
+from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.damage import flip
 
 
@@ -53,3 +54,21 @@ def test_a_sparse_file_is_damaged_and_not_read(tmp_path: Path) -> None:
 def test_damaged_digests_are_damage(content: bytes) -> None:
     with pytest.raises(DamagedError, match=DIGESTS):
         digests_in(content, DIGESTS)
+
+
+def test_paths_are_absolute_and_without_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    for name in ("../b", "../b/", "./../a/../b", f"{tmp_path}/a/../b", Path("../b")):
+        assert storage_path(name).uri == f"{tmp_path}/b"
+    assert storage_path("s3://bucket/a/").uri == "s3://bucket/a"
+
+
+def test_a_link_to_itself_is_not_listed(tmp_path: Path) -> None:
+    for name in ("loop", "broken"):
+        (tmp_path / name).symlink_to("missing" if name == "broken" else name)
+    (tmp_path / "a.jpg").write_bytes(b"abc")
+    assert {name: entry.size for name, entry in StoragePath(str(tmp_path)).walk()} == {"a.jpg": 3}
+    assert StoragePath(f"{tmp_path}/missing").list() == {} == StoragePath(f"{tmp_path}/a.jpg").list()
+    with pytest.raises(OSError, match="symbolic links"):
+        StoragePath(f"{tmp_path}/loop").list()
