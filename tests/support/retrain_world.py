@@ -175,7 +175,8 @@ class Colors:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text(json.dumps(learned))
-        (folder / "vocabulary.json").write_text("{}")
+        for file in ("config.yaml", "vocabulary.json"):
+            (folder / file).write_text("{}")
         if home is not None:
             Mirror(home, folder).push()
         return Trained(run_id, folder)

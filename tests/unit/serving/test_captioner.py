@@ -121,7 +121,7 @@ def test_an_explanation_is_that_of_the_service(captioner: raycap.Captioner, bund
     )
     assert explanation.words == ("a", "red", "cat") and explanation.grid == (4, 4)
     np.testing.assert_allclose(explanation.attention, of_service.attention, atol=1e-6)
-    assert explanation.attribution is not None and explanation.steps >= 32
+    assert explanation.attribution is not None
     np.testing.assert_allclose(explanation.attribution, of_service.attribution, atol=1e-6)
     np.testing.assert_allclose(np.abs(explanation.attribution.sum(1)), 1, rtol=1e-4)
     quick = captioner.explain(names[0], attribution=False, head=1)
