@@ -93,7 +93,7 @@ def _parse(line: bytes, signature: Row, name: str) -> tuple[str, bool]:
     Raises UserError if the line is not one of this command or has another signature.
     """
     try:
-        row = parse_json(line, "it", strict=False)  # strict parsing refuses file names that are not UTF-8
+        row = parse_json(line, name, strict=False)  # strict parsing refuses file names that are not UTF-8
         image, has_caption = row["image"], "error" not in row
         found = {key: row.get(key) for key, value in signature.items() if row.get(key) != value}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

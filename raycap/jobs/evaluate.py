@@ -135,6 +135,7 @@ def find_options(config: RunConfig, constraints: Path | None = None) -> Options:
     if file is not None:
         read_constraints(Path(file))
     check_score_inputs(config)
+    # Training captions the validation split without constraints, so only this gives a score that can be compared.
     unconstrained = () if constraints else (config.data.val_split,)
     return Options(constraints=None if file is None else Path(file), unconstrained=unconstrained)
 

@@ -99,7 +99,9 @@ def _stored_scores(folder: RunFolder) -> Values:
 
 
 def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
-    """The rows with published scores of the same system on the same images.
+    """The rows with published scores of the protocol's system for a split of this name.
+
+    The label of a row says what cannot be compared, such as other images.
 
     protocol: common to all runs. entry: the entry of the split in the scores.json of `folder`.
     """

@@ -157,6 +157,7 @@ def cost(
     parameters = sum(parameter.numel() for parameter in model_on_meta(config, sizes).parameters())
     shorter, longer = math.floor(caption_tokens), math.ceil(caption_tokens)
     model = model_on_meta(config, replace(sizes, max_positions=max(sizes.max_positions, longer, steps))).eval()
+    # A model with attended_regions pads each image to that many regions, and attends to the padding.
     image_tokens = getattr(config, "attended_regions", None) or image_tokens
     with torch.device("meta"), torch.no_grad():
         boxes = torch.empty(1, image_tokens, 4) if config.needs_boxes else None

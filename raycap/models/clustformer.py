@@ -373,10 +373,10 @@ class ClusteredDecoderLayer(ClusteredLayer, DecoderLayer):
 
 @dataclass
 class ClusterCache(TreeCache):
-    """A tree of slots, and for each layer prefix sums V (R, t + 1) and the logarithm (R, t) of the last row of C."""
+    """A tree of slots with the state of each layer's clusters. V and C are those of the file's docstring."""
 
-    sums: list[Tensor] = field(default_factory=list)
-    rows: list[Tensor] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)  # of each layer the prefix sums V (R, t + 1)
+    rows: list[Tensor] = field(default_factory=list)  # of each layer the logarithm (R, t) of the last row of C
     window: int | None = None  # the size of a fixed window that replaces C
     state: State = ()  # what the layer below has returned for equation 6 in the current step
     window_row: Tensor | None = None  # row (R, t) of a fixed C for the current step

@@ -417,7 +417,7 @@ class ExpansionNet(EncoderDecoder):
     def paper_macs(self, image_tokens: int, caption_tokens: float) -> float:
         """See `CaptionModel.paper_macs`. Table VI counts a teacher-forced pass in the long form.
 
-        Attention counts with three projections.
+        Self-attention counts with three projections, and cross-attention with four.
         """
         config, n, t = self.config, image_tokens, caption_tokens
         d = config.d_model

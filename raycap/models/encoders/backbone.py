@@ -255,6 +255,8 @@ def find_layout(config: BackboneConfig) -> Layout:
             ) from error
     if not isinstance(features, Tensor) or features.ndim not in (3, 4) or features.shape[0] != 1:
         raise ValueError(f"backbone.name is {config.name!r}, which gives neither a grid nor a sequence of image tokens")
+    # `forward_features` calls neither the head nor a norm after pooling. `Backbone.forward` applies such a norm, so the
+    # norm is kept, and the other parts that were not called are unused.
     not_called = _parts_with_weights(network, except_for={name.partition(".")[0] for name in called})
     norm = _final_norm(network, features, not_called)
     head, _, part = norm.partition(".")

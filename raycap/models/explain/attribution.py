@@ -7,8 +7,8 @@ image's features.
 
 The exact values of a word add up, over all tokens and channels, to log p at the features minus log p at zeros. The
 integral is a Gauss-Legendre sum over S points, which is exact for polynomials up to degree 2 S - 1. More points do not
-remove every error, because gradients miss jumps of log p. ExpansionNet v2 has jumps where the last positive score of a
-row or group passes 0, of 0.04 to 0.12 nats in a trained model. The other systems are continuous.
+remove every error, because gradients miss jumps of log p. ExpansionNet v2 has jumps (of 0.04 to 0.12 nats
+in a trained model) where the last positive score of a row or group passes 0. The other systems are continuous.
 
 Shapes: N image tokens, C feature width, T caption tokens with SOS, W = T - 1 predicted words (EOS is one of them),
 R points on the line that are computed at a time.

@@ -106,7 +106,7 @@ class RunConfig(Section):
                 )
 
     def _check_regions(self) -> None:
-        """Raises ValueError if the features' source, a backbone or regions, does not fit data, model or stages."""
+        """Raises ValueError if the source of features, backbone or regions, does not fit data, model or stages."""
         if self.features.hdf5 == SYNTHETIC and self.data.synthetic is None:
             raise ValueError(
                 f"features.hdf5 = {SYNTHETIC} means the synthetic data set's regions, and data.synthetic is not set; "

@@ -214,7 +214,8 @@ def survey(place: str) -> Survey:
         listed = sorted(name for name, _ in islice(root.walk(), MAX_LISTED))
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
-    names = [name for name in listed if "/." not in f"/{name}"]
+    names = [name for name in listed if "/." not in f"/{name}"]  # without hidden files
+    # An annotation file is the only candidate, but files beside it may be its images.
     chosen = [path.name] if is_file else names
     failure: UserError | None = None
     for candidate in find_candidates(chosen):

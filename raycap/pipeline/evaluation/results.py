@@ -326,8 +326,8 @@ def read_captions(path: Path) -> dict[int, ImageCaption]:
     Raises UserError, ValueError or KeyError if the file does not have the content of such a file.
     """
     found, ranked = {}, TypeAdapter(tuple[RankedCaption, ...])
-    for number, line in enumerate(read_document(path).decode().splitlines(), 1):
+    for number, line in enumerate(read_document(path).splitlines(), 1):  # bytes, because text has more line ends
         name = f"{path}: line {number}"
-        row = require_mapping(parse_json(line.encode(), name), name)
+        row = require_mapping(parse_json(line, name), name)
         found[int(row["image_id"])] = ImageCaption(ranked.validate_python(row["n_best"]))
     return found

@@ -91,7 +91,8 @@ def extract_features(
     """Adds the features of the data set's images that the store lacks.
 
     weights: the file of the backbone's weights, or None for region features. unreadable: {URI: reason} of images
-    without a content key. transform: the transform that a bundle records, or None for the backbone's.
+    without a content key. start_ray: called only if images lack features. transform: the transform that a bundle
+    records, or None for the backbone's.
     """
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))

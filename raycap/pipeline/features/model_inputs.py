@@ -121,7 +121,7 @@ class Images:
         return len(self.image_ids)
 
     def uri(self, row: int) -> str:
-        """The URI of an image: the text of an `ImageLocation`."""
+        """The URI of an image, which names a file or a part of an archive (`ImageLocation`)."""
         return str(self.table["uri"][int(row)].as_py())
 
     def load(self, rows: np.ndarray, seeds: np.ndarray | None = None) -> Features:

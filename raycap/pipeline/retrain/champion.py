@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 POINTER, LEASE = "champion.json", "lease.json"
 Verdict = Literal["first", "promoted", "kept", "rolled back"]
-# A listing has a row for each file, whose key is null, and a row for each image, in which only the key is not null.
+# A listing has two kinds of rows: a file with its URI, size and tag, or only the content key of an image (`with_keys`).
+# The other cells are null.
 LISTING = ENTRIES.append(pa.field("key", pa.string()))
 TOKEN = re.compile(r"(?:champion-|snapshots/|held-out/|decisions/\d+-)t(\d+)[./]")  # matches a relative name
 
@@ -240,10 +241,13 @@ def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:
-    """Counts the files that differ from the previous listing. If that is None, every file is new."""
+    """Counts the files that differ from the previous listing. If that is None, every file is new.
+
+    now: the files only. before: as stored, with the rows that `with_keys` has added.
+    """
     if before is None:
         return Change(added=now.num_rows, changed=0, gone=0)
-    before = before.filter(pc.is_valid(before["size"]))  # without the rows of content keys
+    before = before.filter(pc.is_valid(before["size"]))  # the files only
     rows = pc.index_in(now["uri"], value_set=before["uri"])  # null for a new file
     num_kept = now.num_rows - rows.null_count
     previous = before.take(rows)

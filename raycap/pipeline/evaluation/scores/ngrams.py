@@ -170,10 +170,11 @@ def _bigrams(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _repetition(corpus: Corpus) -> np.ndarray:
-    """CIDEr-R's penalty for repetitions in the prediction, compared with each reference (references,)."""
+    """The factor `repetition` of `cider_r` for each reference (references,)."""
     words, image = corpus.counts[0], corpus.image[corpus.num_predictions :]
     count, caption = words.count[: words.num_prediction_rows], words.caption[: words.num_prediction_rows]
-    # The logarithm of the product: first as if the reference contained no word, then corrected for words it contains
+    # The logarithm of the product. A word that the reference lacks has the factor 1 / (1 + count - 1). First every word
+    # gets this factor, and then the words that the reference contains get theirs.
     log_product = -np.bincount(caption, np.log(count), minlength=corpus.num_predictions)[image]
     reference, prediction = corpus.match(words)
     log_change = np.log(words.count[prediction]) - np.log1p(np.abs(words.count[prediction] - words.count[reference]))
