@@ -48,7 +48,8 @@ class Captioner:
         for name, number in {"batch_size": batch_size, "num_results": num_results}.items():
             if number is not None and not (isinstance(number, int) and number >= 1):
                 raise UserError(f"{name} is {number!r}; expected a whole number of 1 or more")
-        changes = {"beam_size": beam_size, "max_length": max_length, **(search or {})}
+        given = {"beam_size": beam_size, "max_length": max_length}  # win over the same keys in `search`
+        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         settings = self._service.changed_search(changes, num_results)
         found = self._service.caption_images(images, settings, batch_size=batch_size, options=self._options)
         return list(found)

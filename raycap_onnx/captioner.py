@@ -102,9 +102,9 @@ class Captioner:
             raise CaptionerError(f"images has the type {type(images).__name__}; give a list of images, also for one")
         search = self._changed_search(beam_size, max_length)
         captions, rest = list[Caption](), iter(images)
-        while batch := list(islice(rest, batch_size)):
-            pixels = np.stack([self.transform(load_image(image)) for image in batch])
-            captions += self._captions({"image": pixels}, search)
+        # Only resized pixels are kept, because photographs of a whole batch may take much memory.
+        while pixels := [self.transform(load_image(image)) for image in islice(rest, batch_size)]:
+            captions += self._captions({"image": np.stack(pixels)}, search)
         return captions
 
     def caption_features(

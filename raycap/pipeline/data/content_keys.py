@@ -44,6 +44,7 @@ _FILES_PER_TASK = 64  # files whose sizes a thread looks up in one task
 _NUM_THREADS = 8
 _URIS_PER_SLICE = 1000  # files per batch; after each batch the manifest may be written
 _WRITE_EVERY_S = 60.0  # the least time between two writes of the manifest
+_WRITE_SHARE = 1 / 20  # writes of the manifest take at most this fraction of the time
 _LISTED_OBJECTS = 1000  # plus 10 per image: the most objects that are listed, as a folder may have a billion
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
@@ -130,9 +131,11 @@ def _set_keys(
             unreadable |= batch.reasons
             num_hashed += len(batch.numbers)
             advance(len(batch.numbers))
-            if time.monotonic() > write_at:
+            begin = time.monotonic()
+            if begin > write_at:
                 write()
-                write_at = time.monotonic() + _WRITE_EVERY_S
+                end = time.monotonic()
+                write_at = end + max(_WRITE_EVERY_S, (end - begin) / _WRITE_SHARE)
     if num_hashed != len(changed):
         raise RuntimeError(f"{num_hashed} of {len(changed)} files were hashed; repeat the command")
     write()

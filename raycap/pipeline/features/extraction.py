@@ -268,7 +268,7 @@ def hashing_extraction(
     next call of `extract` lists this image in the quarantine. features: the folder of all stores.
     """
     folder = storage_path(features) / feature_key(extractor.describe())
-    known = _key_numbers(FeatureStore(folder).keys.to_pylist())
+    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))
     logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
     images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
     with start_ray() as progressed:
@@ -287,8 +287,8 @@ def compute(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the numbers
-    (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
+    images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the sorted
+    numbers (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
     Yields the rows of each finished shard with a column reason, which is "" for an image whose features are stored.
     """
     import ray
@@ -402,7 +402,9 @@ class ShardWriter:
         if self.known is not None:
             # A file without a key gets the number 0, which does not matter, because its reason excludes it already.
             numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])
-            is_wanted &= ~np.isin(numbers, self.known)
+            # A binary search, because `np.isin` would sort all stored numbers for each shard.
+            places = np.searchsorted(self.known, numbers)
+            is_wanted &= self.known[np.minimum(places, len(self.known) - 1)] != numbers
         decoded = np.flatnonzero(is_wanted)
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # an earlier attempt may have written the shard

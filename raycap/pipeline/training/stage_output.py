@@ -200,7 +200,7 @@ class StageOutput:
         self.check_may_write()
         self._remove_best_before(result.best_step)
         write_json(self.path / "DONE.json", asdict(result))
-        for left in (*self.path.glob("step-*"), *self.path.glob(".*.tmp")):
+        for left in (*(path for _, path in self._numbered("step-")), *self.path.glob(".*.tmp")):
             shutil.rmtree(left, ignore_errors=True)
         self._upload()
         self.log("done", result.steps, {"text": text})

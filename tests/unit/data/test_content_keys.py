@@ -147,7 +147,7 @@ def test_a_kill_keeps_what_was_written_and_a_damaged_manifest_is_made_again(
     for number in range(60):
         (tmp_path / f"{number}.png").write_bytes(b"%d" % number)
     uris, path = [str(tmp_path / f"{number}.png") for number in range(60)], tmp_path / "manifest.parquet"
-    for name, value in (("_URIS_PER_SLICE", 10), ("_WRITE_EVERY_S", 0)):
+    for name, value in (("_URIS_PER_SLICE", 10), ("_WRITE_EVERY_S", 0), ("_WRITE_SHARE", 1e9)):
         monkeypatch.setattr(f"raycap.pipeline.data.content_keys.{name}", value)
 
     def hash_some(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:

@@ -49,7 +49,7 @@ def table_entries(source: Source) -> Iterator[Values]:
             with opened(path) as file:
                 yield from _parquet_entries(source, file, title)
         elif path.name.removesuffix(".gz").endswith(".csv"):
-            yield from _csv_entries(read_file(path))
+            yield from _csv_entries(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
         else:
             for number, line in enumerate(io.BytesIO(read_file(path)), 1):
                 if line.strip():
@@ -65,9 +65,9 @@ def table_entries(source: Source) -> Iterator[Values]:
         raise UserError(f"{title} cannot be read as a table: {error}") from error
 
 
-def _csv_entries(data: bytes) -> Iterator[Values]:
+def _csv_entries(file: io.StringIO) -> Iterator[Values]:
     """Yields the rows of a CSV file as {column: value}. Raises ValueError or csv.Error."""
-    rows = csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))
+    rows = csv.DictReader(file)
     count = len(rows.fieldnames or ())
     if count > MAX_COLUMNS:
         raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")

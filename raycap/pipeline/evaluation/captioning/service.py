@@ -61,7 +61,8 @@ class CaptionService:
         if bundle.transform is None:
             raise ValueError("this bundle has no backbone: it captions stored features, not images")
         self.bundle, self.transform, self.precision = bundle, bundle.transform, precision
-        changes = {"beam_size": beam_size, "max_length": max_length, **(search or {})}
+        given = {"beam_size": beam_size, "max_length": max_length}  # win over the same keys in `search`
+        changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         self.search = self._limited(bundle.changed_search(changes))
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._computing = threading.RLock()
