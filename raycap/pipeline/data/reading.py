@@ -311,7 +311,8 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
             captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise malformed(f"{path}: annotations[{number}]", error) from error
-    split_of_file = split_in_name(path.name)  # COCO's files are named by their splits, such as captions_val2014.json
+    # COCO's files are named by their splits, such as captions_val2014.json and image_info_test-dev2017.json.
+    split_of_file = split_in_name(path.name, first=True)
 
     def parse(entry: Values, _: str) -> Image:
         image_id, filename = int(entry["id"]), entry["file_name"]

@@ -76,10 +76,13 @@ class Splits:
         return next((split for split, end in zip(splits, ends, strict=True) if position < end), splits[-1])
 
 
-def split_in_name(name: str) -> str | None:
-    """The split that a path such as data/train-0001.parquet names, or None. If there are several, the last one."""
+def split_in_name(name: str, *, first: bool = False) -> str | None:
+    """The split that a path such as data/train-0001.parquet names, or None.
+
+    If there are several, the last one, because it is that of the file. first: the first one instead.
+    """
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
-    return SPLIT_WORDS[words[-1]] if words else None
+    return SPLIT_WORDS[words[0 if first else -1]] if words else None
 
 
 def id_of_name(name: str) -> int:

@@ -301,7 +301,9 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
     """
     words, lengths, counts = _captions(references)
     bigrams = HashTable.of(_distinct(_bigrams(words, lengths))[0])
-    slot, times, keys, ngram = _entries(words, lengths, bigrams)
+    slot, key, times = _entries(words, lengths, bigrams)
+    keys, ngram = _distinct(key)
+    del key  # frees 8 bytes per entry
     num_ngrams = max(len(keys), 1)
     num_documents = len(lengths) if caption_documents else len(counts)
     log_documents = math.log(max(num_documents, 1))
@@ -359,11 +361,10 @@ def _bigrams(words: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _entries(
     words: np.ndarray, lengths: np.ndarray, bigrams: HashTable
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The distinct n-grams of each caption, sorted by caption, n and position. words, lengths: from `_captions`.
 
-    Returns two arrays (M,), caption * 4 + n - 1 and how often the caption contains the n-gram, and the two results of
-    `_distinct` for the keys of the n-grams.
+    Returns three arrays (M,): caption * 4 + n - 1, the key of the n-gram, and how often the caption contains it.
     """
     parts = [(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int32))]
     caption_starts = np.cumsum(lengths) - lengths
@@ -376,7 +377,7 @@ def _entries(
         parts.append((slot.numpy(), grams.key.numpy(), grams.times.int().numpy()))
     slots, keys, times = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(slots, kind="stable")
-    return slots[order], times[order], *_distinct(keys[order])
+    return slots[order], keys[order], times[order]
 
 
 def _grouped(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
