@@ -185,12 +185,12 @@ def space(name: str, folder: Path, remedy: str, *, least_gib: float = 1, enough_
 
     Less than `least_gib` GiB are a failure, and less than `enough_gib` GiB a warning.
     """
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
+        free_gib = shutil.disk_usage(existing).free / 2**30
+    except OSError as error:  # also if this user may not enter a folder above it, or the name is too long
         return Finding(name, "fail", f"{folder} cannot be written: {error.strerror}", remedy)
-    free_gib = shutil.disk_usage(existing).free / 2**30
     text = f"{free_gib:.1f} GiB free for {folder}"
     if free_gib >= enough_gib:
         return Finding(name, "ok", text)

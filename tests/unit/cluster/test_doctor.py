@@ -58,10 +58,11 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: 
     assert disk.level == level and bool(disk.remedy) == (level != "ok")
 
 
-def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a read-only file system."""
+@pytest.mark.parametrize("place", ["/proc/raycap", f"/tmp/{'a' * 300}"])
+def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """As in a container with a read-only file system, and a folder that cannot even be looked up."""
     for variable in ("RAYCAP_CACHE", "HOME", "RAY_TMPDIR"):
-        monkeypatch.setenv(variable, "/proc/raycap")
+        monkeypatch.setenv(variable, place)
     by_name = {finding.name: finding for finding in doctor.folders()}
     for name in ("cache", "home", "tmp"):
         assert by_name[name].level == "fail" and "cannot be written" in by_name[name].text and by_name[name].remedy

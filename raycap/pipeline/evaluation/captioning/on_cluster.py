@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from raycap.models.config import Values
@@ -25,6 +26,7 @@ from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
     from raycap.models.decoding.constraints import ConstraintAutomaton
+    from raycap.pipeline.evaluation.captioning.bundle import Bundle
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ def _caption_shard(
     context = LocalContext(device_for(workers.gpus_per_worker))
     context.world_rank, context.world_size = rank, workers.num_workers
     prepare_processor(workers.threads_per_worker)
-    bundles = [model.source.load() for model in models]
+    bundles = list(map(_load, models))
     if any(bundle.vocabulary != bundles[0].vocabulary for bundle in bundles):
         raise UserError(
             "the models of an ensemble must share one vocabulary, word by word, and one tokenizer; these do not"
@@ -109,8 +111,7 @@ def _caption_shard(
         if source is None:
             raise UserError("a bundle without a backbone captions stored features, and none are given")
         sources.append(source)
-        captioner = bundle.captioner if model.store is None else bundle.captioner.without_backbone()
-        captioners.append(captioner.to(context.device))
+        captioners.append(bundle.captioner.to(context.device))
     reading: Values = {
         "max_pixels": config.data.max_pixels,
         "threads": workers.threads_per_worker,
@@ -125,3 +126,11 @@ def _caption_shard(
             captions |= {image: ImageCaption(error=reason) for image, reason in unreadable.items()}
             yield name, captions, time.monotonic() - begin
             begin = time.monotonic()  # the next batch is timed from the moment at which it is asked for
+
+
+def _load(model: TaskModel) -> Bundle:
+    """Loads the bundle of a model. If there is a store, the backbone is left out, so that it takes no memory."""
+    bundle = model.source.load()
+    if model.store is None:
+        return bundle
+    return replace(bundle, captioner=bundle.captioner.without_backbone())
