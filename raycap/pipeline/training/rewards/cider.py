@@ -359,9 +359,7 @@ def _bigrams(words: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return bigram_keys(words[first], words[first + 1])
 
 
-def _entries(
-    words: np.ndarray, lengths: np.ndarray, bigrams: HashTable
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _entries(words: np.ndarray, lengths: np.ndarray, bigrams: HashTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The distinct n-grams of each caption, sorted by caption, n and position. words, lengths: from `_captions`.
 
     Returns three arrays (M,): caption * 4 + n - 1, the key of the n-gram, and how often the caption contains it.
