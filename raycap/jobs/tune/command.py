@@ -1,7 +1,4 @@
-"""`raycap tune`: a search over configuration keys with Ray Tune.
-
-All trials and their results are in the search's log (`pipeline/search/trials.py`). A killed search resumes from it.
-"""
+"""`raycap tune`: a search over configuration keys with Ray Tune, whose experiment is in the search's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +15,6 @@ import typer
 
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
-from raycap.jobs.tune.adapter import run_trials
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
@@ -30,11 +26,10 @@ from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, why_unavailab
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import readable
-from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
+from raycap.pipeline.search.records import ENDED, SearchFolder, SearchPlan, TrialRecord, count, minutes
+from raycap.pipeline.search.results import selection_note, trial_line
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
 from raycap.pipeline.search.tracking import SearchTracker
-from raycap.pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
 from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import weights_file_digest
@@ -73,6 +68,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         _start_ray(search, address)
         return StallWatch("extraction", search.base.workers)
 
+    from raycap.jobs.tune.outcome import write_outcome
+
     with alone(folder.path), _lease(folder) as lease:
         folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
@@ -80,9 +77,14 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if lease is not None:
             lease.check()  # the extraction may have taken hours
-        if retry_failed and (count := folder.reopen_failed()):
-            logger.info(f"retry     {count} trials that failed run again")
-        code = _run_search(TrialLog(folder, search, lease), plan, address)
+        _log_plan(search, folder)
+        tracker = SearchTracker(search, folder.path)
+        try:
+            records = _run_trials(search, plan, folder, tracker, lease, address, retry_failed)
+            code = write_outcome(search, folder, records, tracker)
+        except BaseException as error:
+            tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            raise
     logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
 
@@ -107,51 +109,76 @@ def _lease(folder: SearchFolder) -> Iterator[Lease | None]:
         raise JobFailedError(f"{error}; the other process continues the search, and this one has ended") from error
 
 
-def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
-    """Runs the trials that have not ended and writes the results; returns the exit code."""
-    from raycap.jobs.tune.outcome import write_outcome
+def _run_trials(
+    search: Search,
+    plan: SearchPlan,
+    folder: SearchFolder,
+    tracker: SearchTracker,
+    lease: Lease | None,
+    address: str | None,
+    retry_failed: bool,
+) -> list[TrialRecord]:
+    """Runs the trials that have not ended, and returns all trials. Raises KeyboardInterrupt if Ctrl-C has ended Ray Tune."""
+    from raycap.jobs.tune.tuner import Progress, make_tuner, records_of
 
-    _log_plan(log)
-    tracker = SearchTracker(log)
+    _start_ray(search, address)
+    shown: dict[str, str] = {}  # the last line about each trial
 
-    def publish_progress() -> None:
-        with Decorations().making("the table so far"):  # the trials' results are in the log
-            results = point_results(log)
-            write_tables(log, results, front(results, log.search.config.objectives))
-            log.folder.push("trials.csv")
-        tracker.wake()
+    def on_change(record: TrialRecord, records: Sequence[TrialRecord]) -> None:
+        line = trial_line(search, record)
+        if shown.get(record.trial_id) == line:
+            return
+        shown[record.trial_id] = line
+        logger.info(line)
+        folder.write(records)
+        if record.state in ENDED:
+            tracker.send(records)
 
-    try:
-        if log.unfinished or log.remaining > 0:
-            _start_ray(log.search, address)
-            run_trials(log, plan, publish_progress, on_cluster=connect(address))
-    except BaseException as error:
-        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
-    log.check_may_write()
-    return write_outcome(log, tracker)
+    Progress.on_change = staticmethod(on_change)
+    Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())
+    results = make_tuner(search, plan, folder, _concurrent(search), retry_failed).fit()
+    if lease is not None:
+        lease.check()
+    if results.num_terminated + results.num_errors < len(results):
+        raise KeyboardInterrupt
+    records = records_of(results)
+    folder.write(records)
+    return records
 
 
-def _log_plan(log: TrialLog) -> None:
+def _concurrent(search: Search) -> int | None:
+    """The most trials at a time. None lets Ray Tune run as many as there are resources.
+
+    A trial on several workers waits in a process of its own for these workers, so that only as many trials may start as
+    the present nodes can hold.
+    """
+    import ray
+
+    limit, per_trial = search.config.budget.concurrent, search.config.resources
+    if per_trial.workers == 1:
+        return limit
+    resources = ray.cluster_resources()
+    fitting = [
+        int(resources.get(name, 0) / (amount * per_trial.workers)) for name, amount in search.bundle.items() if amount
+    ]
+    return max(1, min([*fitting, *([limit] if limit else [])]))
+
+
+def _log_plan(search: Search, folder: SearchFolder) -> None:
     """Logs the size of the search and, when it resumes, its progress."""
-    search, config = log.search, log.search.config
-    logger.info(f"search    {log.folder.path.name}  in {log.folder.root}")
+    config, num_trials = search.config, search.num_trials
+    logger.info(f"search    {folder.path.name}  in {folder.root}")
     size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
-    trials = "trials until the time is over" if log.num_trials is None else f"{log.num_trials} trials"
+    trials = "trials until the time is over" if num_trials is None else f"{num_trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
     logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
-    asha = f"; {config.scheduler.describe()}" if config.scheduler else ""
-    logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{asha}")
+    scheduler = f"; {config.scheduler.describe()}" if config.scheduler else ""
+    logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{scheduler}")
     logger.info(f"scores    {selection_note(search)}")
-    if config.scheduler and len(log.seeds) > 1:
-        logger.warning("scheduler asha stops single seeds of a point, so that means over the other seeds are too high")
-    if log.records:
-        logger.info(f"continues with {log.count(*ENDED)} trials done and {len(log.unfinished)} unfinished")
-    if log.num_pending > log.remaining:
-        logger.warning(
-            f"budget.trials = {config.budget.trials} leaves out {log.num_pending - log.remaining:.0f} trials of "
-            f"further seeds; {len(log.records) + log.num_pending} would run them"
-        )
+    if config.scheduler and len(config.seeds) > 1:
+        logger.warning("a scheduler stops single seeds of a point, so that means over the other seeds are too high")
+    if records := folder.records():
+        logger.info(f"continues with {count(records, *ENDED)} of {len(records)} trials done")
 
 
 def _start_ray(search: Search, address: str | None) -> None:

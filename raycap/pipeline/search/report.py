@@ -8,6 +8,7 @@ from pathlib import Path
 from raycap.pipeline.evaluation.reports.page import render_template
 from raycap.pipeline.search.ablations import comparisons
 from raycap.pipeline.search.plots import pareto_plot, png, svg
+from raycap.pipeline.search.records import TrialRecord, states_text
 from raycap.pipeline.search.results import (
     SPREAD_TEXT,
     PointResult,
@@ -19,7 +20,6 @@ from raycap.pipeline.search.results import (
 from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
 from raycap.pipeline.search.space import short
 from raycap.pipeline.search.spec import SCORE, Search
-from raycap.pipeline.search.trials import TrialLog, TrialRecord
 from raycap.pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
@@ -30,16 +30,16 @@ def write_plot(folder: Path, search: Search, results: Sequence[PointResult], on_
     write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
 
 
-def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
+def write_page(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
     """Writes search.html into the search's folder."""
-    search, path = log.search, log.folder.path / "search.html"
+    path, records = folder / "search.html", [record for result in results for record in result.records]
     columns, rows = leaderboard(search, results, on_front)
-    shares, note = importances(search, log.records)
+    shares, note = importances(search, records)
     text = render_template(
         TEMPLATE,
         title=search.config.name,
-        search_id=path.parent.name,
-        summary=f"{len(log.records)} trials of {', '.join(search.stages)}: {log.states_text()}.",
+        search_id=folder.name,
+        summary=f"{len(records)} trials of {', '.join(search.stages)}: {states_text(records)}.",
         selection_note=selection_note(search),
         spread_text=SPREAD_TEXT,
         front_note=f"The front holds the finished points that no other one dominates in {objectives_text(search)}.",
@@ -50,8 +50,8 @@ def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence
         importance_note=note,
         comparisons=comparisons(search, results),
         failures=[
-            (f"trial {record.number}, {search.space.describe(record.point)}", record.reason)
-            for record in log.records
+            (f"trial {record.trial_id}, {search.space.describe(record.point)}", record.reason)
+            for record in records
             if record.state == "failed"
         ],
         metadata=_metadata(search),
@@ -76,8 +76,7 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
         values = [score.get(epoch) for score in scores]
         source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
     rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
-    points = [search.space.point_by_key(record.point) for record, _ in rated]
-    shares = importance(search.space.by_key(), points, [value for _, value in rated])
+    shares = importance(search.space, [record.point for record, _ in rated], [value for _, value in rated])
     if not shares:
         return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
     return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."

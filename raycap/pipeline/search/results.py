@@ -16,9 +16,9 @@ from raycap.models.config import Values
 from raycap.pipeline.config.load import dump_config, parse_config
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, in_language, searched
 from raycap.pipeline.evaluation.reports.tables import format_table
+from raycap.pipeline.search.records import TrialRecord, by_point
 from raycap.pipeline.search.space import short, show_value
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
-from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
 Rows = list[tuple[str, list[str]]]  # the rows of a table, each as (label, cells)
@@ -87,16 +87,16 @@ def difference_note(ours: Sequence[float], others: Sequence[float]) -> str:
     return "equal" if not difference else "within spread" if spreads and difference <= max(spreads) else ""
 
 
-def point_results(log: TrialLog) -> list[PointResult]:
+def point_results(search: Search, records: Sequence[TrialRecord]) -> list[PointResult]:
     """The points with their trials, in the order of STATES.
 
     Finished points are ordered by the mean of the main objective, whose scores are those of the validation. Other
     points in the same state are ordered by their number of epochs, the largest first, then by the main objective.
     """
-    search = log.search
+    num_seeds = len(search.config.seeds)
     results = [
-        PointResult(search.space.describe(records[-1].point), records[-1].point, records, len(log.seeds))
-        for records in log.by_point().values()
+        PointResult(search.space.describe(trials[0].point), trials[0].point, trials, num_seeds)
+        for trials in by_point(search, records)
     ]
     main = search.config.main_objective
     sign = -1 if search.config.objectives[main] == "max" else 1
@@ -218,76 +218,54 @@ def objectives_text(search: Search) -> str:
     return ", ".join(f"{heading(search, name)} ({direction})" for name, direction in search.config.objectives.items())
 
 
-def live_table(log: TrialLog, num_waiting: int = 0) -> str:
-    """A table of the running trials, and one line with the number of trials in each state.
-
-    num_waiting: the number of trials that wait for nodes.
-    """
-    rows = []
-    for record in log.records:
-        if record.state not in ENDED:
-            label = f"trial {record.number}  {log.search.space.describe(record.point)}"
-            rows.append((label, [f"{record.epoch:g}", format_cell(SCORE, record.score)]))
-    line = f"of {len(log.records) if log.num_trials is None else log.num_trials} trials: {log.states_text()}"
-    if num_waiting:
-        line += f"; {num_waiting} wait for nodes"
-    best = next((result for result in point_results(log) if result.state == "finished"), None)
-    if best is not None:
-        score, seeds = format_cell(SCORE, best.mean(SCORE), best.spread(SCORE)), best.seeds_text
-        line += f"; best {heading(log.search, SCORE)} {score}, {best.label}{f' ({seeds} seeds)' * (best.num_seeds > 1)}"
-    return (format_table(["epoch", heading(log.search, SCORE)], rows) + "\n" if rows else "") + line
-
-
-def trial_name(search: Search, record: TrialRecord, num_trials: int | None) -> tuple[str, str]:
-    """The name of a trial, which contains its number, and a label with its point and seed.
-
-    num_trials: the number of trials of the search; None if only budget.hours ends it.
-    """
-    name = f"trial {record.number}" + (f"/{num_trials}" if num_trials is not None else "")
+def trial_name(search: Search, record: TrialRecord) -> str:
+    """A trial's point and seed, which are the same in a later experiment, and the id of a population's member."""
     seed = f", seed {record.seed}" if len(search.config.seeds) > 1 else ""
-    return name, search.space.describe(record.point) + seed
+    member = f", {record.trial_id}" if search.is_population else ""
+    return f"{search.space.describe(record.point)}{seed}{member}"
 
 
-def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> str:
+def trial_line(search: Search, record: TrialRecord) -> str:
     """The progress or result of a trial in one line."""
-    name, label = trial_name(search, record, num_trials)
+    name, label = f"trial {record.trial_id}", f"({trial_name(search, record)})"
     if record.state == "failed":
-        return f"{name}  failed after {minutes(record.seconds)}: {record.reason}  ({label})"
-    score = "no validation" if record.score is None else f"{heading(search, SCORE)} {record.score:.4f}"
+        return f"{name}  failed: {record.reason}  {label}"
+    if record.score is None:
+        return f"{name}  starts  {label}"
+    score = f"{heading(search, SCORE)} {record.score:.4f}"
     if record.state == "running":
-        return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
+        return f"{name}  epoch {record.epoch:g}: {score}  {label}"
     if not search.reports_validation and (reported := record.value(search.reported(SCORE))) is not None:
         score += f", {search.reported(SCORE)} {reported:.4f}"
     costs = f"{format_cell(search.cost, record.costs.get(search.cost))} {heading(search, search.cost)}"
     reason = f", {record.reason}" if record.reason else ""
-    result = f"{score}, {costs}, {minutes(record.seconds)}{reason}"
-    return f"{name}  {record.state} at epoch {record.epoch:g}: {result}  ({label})"
+    return f"{name}  {record.state} at epoch {record.epoch:g}: {score}, {costs}{reason}  {label}"
 
 
-def write_tables(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
+def write_tables(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
     """Writes trials.parquet and trials.csv: a row per trial, a column per key of the space, score and cost.
 
     Each row also has the rank of its point, the number of seeds that the point's means use, and the mean and the
     standard deviation of each score over them.
     """
-    search, keys = log.search, log.search.space.keys
+    keys, records = search.space.keys, [record for result in results for record in result.records]
     scores = [name for name in dict.fromkeys([*columns_of(search), *search.config.metrics]) if name not in COSTS]
-    columns_by_trial: dict[int, Values] = {}
+    columns_by_trial: dict[str, Values] = {}
     for rank, result in enumerate(results, 1):
         columns: Values = {"rank": rank, "seeds": 0 if result.state == "failed" else len(result.counted)}
         for name in scores:
             columns[f"{heading(search, name)} mean"] = result.mean(name)
             columns[f"{heading(search, name)} std"] = result.spread(name)
-        columns_by_trial |= {record.number: columns for record in result.records}
-    numbers_on_front = {record.number for result in on_front for record in result.records}
-    all_changes = [search.space.changes(record.point) for record in log.records]
+        columns_by_trial |= {record.trial_id: columns for record in result.records}
+    ids_on_front = {record.trial_id for result in on_front for record in result.records}
+    all_changes = [search.space.changes(record.point) for record in records]
     numeric = {key for key in keys if all(type(changes.get(key, 0)) in (int, float) for changes in all_changes)}
     rows = []  # keys with other than numeric values have their labels as text, because an Arrow column has one type
-    for record, changes in zip(log.records, all_changes, strict=True):
+    for record, changes in zip(records, all_changes, strict=True):
         values = {key: value if key in numeric else show_value(value) for key, value in changes.items()}
         rows.append(
             {
-                "trial": record.number,
+                "trial": record.trial_id,
                 "state": record.state,
                 **{key: values.get(key) for key in keys},
                 "seed": record.seed,
@@ -296,25 +274,23 @@ def write_tables(log: TrialLog, results: Sequence[PointResult], on_front: Sequen
                 # the validation score above is computed during training; this is the score of the same captions' text
                 **({f"scored {SCORE}": record.scores.get(SCORE)} if SCORE in search.config.metrics else {}),
                 **{name: record.costs.get(name) for name in COSTS},
-                **columns_by_trial[record.number],
-                "search_seconds": record.seconds,
-                "attempts": record.attempts,
-                "on_front": record.number in numbers_on_front,
+                **columns_by_trial[record.trial_id],
+                "on_front": record.trial_id in ids_on_front,
                 "run": Path(record.run).name,
                 "reason": record.reason,
             }
         )
     table = pa.Table.from_pylist(rows)
-    folder = log.folder.path
     with atomic_path(folder / "trials.parquet") as path:
         pyarrow.parquet.write_table(table, path)
     with atomic_path(folder / "trials.csv") as path:
         pyarrow.csv.write_csv(table, path)
 
 
-def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
+def write_configurations(
+    folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
+) -> list[Path]:
     """Writes best.yaml and front-1.yaml, front-2.yaml, ... (best main objective first); returns their paths."""
-    folder = log.folder.path
     for outdated in folder.glob("front-*.yaml"):
         outdated.unlink()
     finished = [result for result in results if result.state == "finished"]
@@ -326,7 +302,7 @@ def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front
     paths = []
     for name, result in zip(names, [finished[0], *ranked_front], strict=True):
         paths.append(folder / f"{name}.yaml")
-        write_text(paths[-1], _configuration(log.search, result, paths[-1]))
+        write_text(paths[-1], _configuration(search, result, paths[-1]))
     return paths
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -133,28 +132,6 @@ class Dimension:
         """Every label, or both ends of a range. These choices are checked before a search starts."""
         return list(self.labels) if self.labels else [self._number(self.low), self._number(self.high)]
 
-    def draw(self, generator: random.Random) -> Any:
-        """A random choice."""
-        if self.log:
-            drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
-            return self._number(min(max(drawn, self.low), self.high))
-        listed = self.listed()
-        return self._number(generator.uniform(self.low, self.high)) if listed is None else generator.choice(listed)
-
-    def neighbor(self, choice: Any, generator: random.Random) -> Any:
-        """A changed choice, as in population based training (Jaderberg et al., 2017).
-
-        It is a random choice with probability 1/4. Otherwise it is the next choice up or down, or, in a continuous
-        range, 0.8 or 1.2 times the number, limited to the range.
-        """
-        if generator.random() < 0.25:
-            return self.draw(generator)
-        listed = self.listed()
-        if listed is not None:
-            index = listed.index(choice) + generator.choice((-1, 1))
-            return listed[min(max(index, 0), len(listed) - 1)]
-        return self._number(min(max(choice * generator.choice((0.8, 1.2)), self.low), self.high))
-
     def value(self, choice: object) -> Any:
         """The configuration value of a choice."""
         return self.values[self.labels.index(choice)] if self.labels else choice
@@ -190,10 +167,6 @@ class Space:
         """The point with the first choice of each dimension."""
         return {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
 
-    def draw(self, generator: random.Random) -> Values:
-        """A random point."""
-        return {dimension.key: dimension.draw(generator) for dimension in self.dimensions}
-
     def points(self) -> Iterator[Values]:
         """Every point of a finite space; the last dimension changes fastest."""
         keys = [dimension.key for dimension in self.dimensions]
@@ -205,28 +178,6 @@ class Space:
         values = {dimension.key: dimension.value(point[dimension.key]) for dimension in self.dimensions}
         return dict(values["row"]) if self.row_keys else values
 
-    def by_key(self) -> Space:
-        """The same space with one dimension per configuration key, for plots and importance.
-
-        In a space of rows the dimension of a key has the different values that the rows give the key.
-        """
-        if not self.row_keys:
-            return self
-        rows = self.dimensions[0].values
-        dimensions = []
-        for key in self.row_keys:
-            column = [values.get(key, MISSING) for values in rows]
-            distinct = {show_value(value): value for value in column}
-            dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
-        return Space(tuple(dimensions))
-
-    def point_by_key(self, point: Mapping[str, object]) -> Values:
-        """The same point in the space that `by_key` returns, with one choice per configuration key."""
-        if not self.row_keys:
-            return dict(point)
-        changes = self.changes(point)
-        return {key: show_value(changes.get(key, MISSING)) for key in self.row_keys}
-
     def describe(self, point: Mapping[str, object]) -> str:
         """The point as one line for tables and messages."""
         if self.row_keys:
@@ -236,12 +187,16 @@ class Space:
         )
 
 
-MISSING = "base"  # the label for a row that does not set the key, which keeps the base configuration's value
 SYMBOLS = {
     "model.static_expansion": "G",
     "model.dynamic_expansion": "N_E",
     "model.encoder_dynamic_expansion": "encoder N_E",
 }
+
+
+def point_key(point: Mapping[str, object]) -> str:
+    """A string that is the same for equal points."""
+    return repr(sorted(point.items()))
 
 
 def short(key: str) -> str:

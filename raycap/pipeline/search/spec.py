@@ -57,7 +57,6 @@ COSTS = {
     "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
     "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
     "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
-    "latency_ms": CostFormat("ms per image"),  # one image's beam search, measured by the trial
     "seconds": CostFormat("s training"),
 }
 FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
@@ -72,7 +71,7 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
 }
 # Keys of these sections that may be searched, because no feature depends on them
 SEARCHABLE_EXCEPTIONS = {"data.min_count"}
-# Population based training may search these model keys, because they change no weight's shape.
+# Population based training may search these model keys, because they do not change the shape of a weight.
 WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
 
 
@@ -111,22 +110,27 @@ ONE_PRECISION = "evaluation.precision is auto, and trials are compared in one pr
 
 
 class SchedulerSection(Section):
-    """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
+    """The scheduler of Ray Tune that decides which trials train on.
 
-    name: Literal["asha"] = "asha"
+    asha: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue. median:
+    from grace_epochs on, a trial ends if its best score is below the median of the other trials' mean scores. pbt: after
+    each `every_epochs` epochs, a trial among the worst `quantile` continues with weights of one of the best, at a
+    changed point.
+    """
+
+    name: Literal["asha", "median", "pbt"]
     grace_epochs: Epochs = 1
     reduction: Annotated[float, Field(ge=1.1, le=1000), NUMBER] = 2
     """Near 1 there would be a rung for every step."""
-
-    def describe(self) -> str:
-        return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
-
-
-class PopulationSection(Section):
-    """After each `every_epochs` epochs the worst `quantile` of the members copies weights from the best `quantile`."""
-
     every_epochs: Epochs = 1
     quantile: Annotated[float, Field(gt=0, le=0.5), NUMBER] = 0.25
+
+    def describe(self) -> str:
+        if self.name == "asha":
+            return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
+        if self.name == "median":
+            return f"median stopping from epoch {self.grace_epochs:g}"
+        return f"population based training, every {self.every_epochs:g} epochs the worst {self.quantile:.0%} copy"
 
 
 class ResourceSection(Section):
@@ -166,11 +170,10 @@ class SearchConfig(Section):
     score_split: Name | None = None
     """The split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case."""
     budget: BudgetSection = BudgetSection()
-    algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
+    algorithm: Literal["grid", "random", "tpe", "nsga2"] = "random"
     population: Processes | None = None
     """Of NSGA-II; None: a quarter of the number of points, but 4 to 50."""
     scheduler: SchedulerSection | None = None
-    pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
     seed: Seed = 0
@@ -220,24 +223,26 @@ class SearchConfig(Section):
             )
         if self.algorithm != "grid" and trials is None and self.budget.hours is None:
             raise ValueError(f"algorithm {self.algorithm} needs an end: set budget.trials or budget.hours")
-        if self.algorithm == "pbt":
+        if self.algorithm == "grid" and trials is not None:
+            raise ValueError("algorithm grid runs every point; remove budget.trials, or set algorithm to random")
+        if self.scheduler is not None and self.scheduler.name == "pbt":
             self._check_population()
         return self
 
     def _check_population(self) -> None:
         """Raises ValueError for settings that population based training cannot use."""
-        if self.scheduler is not None:
-            raise ValueError("scheduler asha and algorithm pbt exclude each other; leave scheduler out")
-        if self.budget.trials is None or self.resources.workers > 1:
-            raise ValueError("algorithm pbt needs budget.trials, its members, and one worker per trial")
+        if self.algorithm != "random" or self.budget.trials is None:
+            raise ValueError("scheduler pbt changes random points: set algorithm to random, and budget.trials")
+        if len(self.seeds) > 1 or self.resources.workers > 1:
+            raise ValueError("scheduler pbt needs one seed, and one worker per trial")
         for key in self.space:
             if key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in WEIGHT_COMPATIBLE):
                 raise ValueError(
-                    f"space.{key}: algorithm pbt copies weights and steps between trials, which needs equal {key}; "
+                    f"space.{key}: scheduler pbt copies weights and steps between trials, which needs equal {key}; "
                     "search it with tpe or nsga2"
                 )
             if key.endswith(".ema"):
-                raise ValueError(f"space.{key}: algorithm pbt copies averages between trials; search it with tpe")
+                raise ValueError(f"space.{key}: scheduler pbt copies averages between trials; search it with tpe")
 
     @property
     def main_objective(self) -> str:
@@ -299,15 +304,15 @@ class Search:
         return values
 
     def trial_config(
-        self, point: Mapping[str, object], seed: int, weights: str | None = None, member: int | None = None
+        self, point: Mapping[str, object], seed: int, weights: str | None = None, member: str = ""
     ) -> RunConfig:
         """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
 
-        The run's name contains a population's `member`, so that members at the same point have separate runs.
+        member: a part of the name of the run, so that a population's members at the same point have separate runs.
         """
         values = self.run_values(point)
         trial, resources = self.config.trial, self.config.resources
-        values["name"] = f"{self.base.name}-{self.config.name}" + ("" if member is None else f"-member-{member}")
+        values["name"] = f"{self.base.name}-{self.config.name}{member}"
         values["stages"] = [stage for stage in values["stages"] if stage.get("name") in self.stages]
         if trial.epochs is not None:
             values["stages"] = [stage | {"epochs": trial.epochs} for stage in values["stages"]]
@@ -339,10 +344,16 @@ class Search:
         values = {key: value for key, value in self.values.items() if key != "tracking"}
         return Search(self.config.model_copy(update={"set": {}}), values)  # the values contain those of `set`
 
+    @property
+    def is_population(self) -> bool:
+        """Whether trials copy weights from each other."""
+        return self.config.scheduler is not None and self.config.scheduler.name == "pbt"
+
+    @property
     def num_trials(self) -> int | None:
         """The number of trials; None if only budget.hours limits it."""
         budget, most = self.config.budget.trials, self.space.size * len(self.config.seeds)
-        if math.isinf(most) or self.config.algorithm == "pbt":
+        if math.isinf(most) or self.is_population:
             return budget
         return int(most if budget is None else min(most, budget))
 
@@ -372,9 +383,9 @@ class Search:
             self._check_key(key)
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
             raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
-        if self.config.algorithm == "pbt" and len(self.stages) > 1:
+        if self.is_population and len(self.stages) > 1:
             raise UserError(
-                f"algorithm pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
+                f"scheduler pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
             )
         trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
         if any(before and not after for before, after in itertools.pairwise(trains_backbone)):
@@ -388,11 +399,13 @@ class Search:
                 name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
                 self._check_point({**first, dimension.key: choice}, name, model=True)
         settings = self.config.scheduler
-        if settings is not None and settings.grace_epochs > self.total_epochs():
-            raise UserError(
-                f"scheduler.grace_epochs = {settings.grace_epochs:g} is more than the {self.total_epochs():g} epochs "
-                "of a trial; lower it or raise trial.epochs"
-            )
+        if settings is not None:
+            key = "every_epochs" if settings.name == "pbt" else "grace_epochs"
+            if getattr(settings, key) > self.total_epochs():
+                raise UserError(
+                    f"scheduler.{key} = {getattr(settings, key):g} is more than the {self.total_epochs():g} epochs of "
+                    "a trial; lower it or raise trial.epochs"
+                )
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.space.points():
                 self._check_point(point, shown(self.space.describe(point)), model=False)

@@ -7,13 +7,15 @@ delays a search nor makes it fail.
 from __future__ import annotations
 
 import logging
-import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from raycap.models.config import Values
-from raycap.pipeline.search.spec import SCORE
-from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord
+from raycap.pipeline.search.records import ENDED, TrialRecord
+from raycap.pipeline.search.results import trial_name
+from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking.mlflow_client import (
     experiment_of,
@@ -32,64 +34,56 @@ PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because t
 
 
 class SearchTracker:
-    """Sends new results in a background thread, unless tracking is off."""
+    """Sends results in a background thread, unless tracking is off."""
 
-    def __init__(self, log: TrialLog) -> None:
-        self.log, self.config = log, log.search.base
-        self._wake, self._stop = threading.Event(), threading.Event()
+    def __init__(self, search: Search, folder: Path) -> None:
+        """folder: the search's local folder."""
+        self.search, self.folder = search, folder
         self._has_warned = False
-        self._thread = threading.Thread(target=self._send_repeatedly, name="search tracker", daemon=True)
-        if self.config.tracking.enabled:
-            warn_of_local_file(self.config)
-            self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search tracker")
+        if search.base.tracking.enabled:
+            warn_of_local_file(search.base)
 
-    def wake(self) -> None:
-        """Makes the background thread send what is new."""
-        self._wake.set()
+    def send(self, records: Sequence[TrialRecord]) -> None:
+        """Sends what is new in the background."""
+        if self.search.base.tracking.enabled:
+            self._thread.submit(self._try_to_send, "RUNNING", records)
 
-    def close(self, status: str, files: bool = False) -> bool:
+    def close(self, status: str, records: Sequence[TrialRecord] = (), files: bool = False) -> bool:
         """Sends the remaining results, with `files` also the search's files, and ends the parent run with `status`.
 
         Returns False when tracking is off or fails.
         """
-        if not self.config.tracking.enabled:
+        if not self.search.base.tracking.enabled:
             return False
-        self._stop.set()
-        self._wake.set()
-        self._thread.join()
-        return self._try_to_send(status, files)
+        self._thread.shutdown(cancel_futures=True)
+        return self._try_to_send(status, records, files)
 
-    def _send_repeatedly(self) -> None:
-        """Sends what is new after each call of `wake`, until `close` is called."""
-        while self._wake.wait() and not self._stop.is_set():
-            self._wake.clear()
-            self._try_to_send("RUNNING")
-
-    def _try_to_send(self, status: str, files: bool = False) -> bool:
+    def _try_to_send(self, status: str, records: Sequence[TrialRecord], files: bool = False) -> bool:
         """Sends what is new; False, after one log line per search, when the tracker fails."""
         try:
-            sync_search(self.log, status, files)
+            sync_search(self.search, self.folder, records, status, files)
         except Exception as error:  # a failing tracker must not fail the search
             if not self._has_warned:
                 logger.info(
-                    f"tracker: {public_uri(self.config)} cannot be reached ({reason_of(error)}); results stay in the "
-                    "search's folder and are sent later"
+                    f"tracker: {public_uri(self.search.base)} cannot be reached ({reason_of(error)}); results stay in "
+                    "the search's folder and are sent later"
                 )
             self._has_warned = True
             return False
         return True
 
 
-def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
+def sync_search(search: Search, folder: Path, records: Sequence[TrialRecord], status: str, files: bool = False) -> None:
     """Creates the runs that do not exist yet and sends the results that were not sent before.
 
     With `files` it also sends the search's files. Errors of the tracker are raised.
     """
-    config, folder = log.search.base, log.folder.path
+    config = search.base
     client = tracking_client(config)
     path = folder / "log" / "tracked.json"
     sent_by_tracker: Values = read_json(path) if path.is_file() else {}
-    # parent: a run id. trials: run ids by trial number. ended: the numbers of trials whose results were sent.
+    # parent: a run id. trials: run ids by the trials' names. ended: the names of trials whose results were sent.
     sent: Values = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
     experiment = experiment_of(client, config)
     if sent["parent"] is None:
@@ -97,18 +91,21 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         parent = str(client.create_run(experiment, tags=tags).info.run_id)
         sent["parent"] = parent
         write_json(path, sent_by_tracker)
-        settings = log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
+        settings = search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
         log_params(client, parent, {key: str(value) for key, value in settings.items()})
-    for record in list(log.records):
-        number = str(record.number)  # a string, because JSON's keys are strings
-        if number in sent["ended"]:
+    for record in records:
+        name = trial_name(search, record)
+        if name in sent["ended"]:
             continue
-        if number not in sent["trials"]:
-            sent["trials"][number] = _get_or_create_trial(client, experiment, log, record, sent["parent"])
+        if name not in sent["trials"]:
+            match = {"mlflow.parentRunId": sent["parent"], "mlflow.runName": name}
+            sent["trials"][name] = get_or_create_run(client, experiment, match, {"raycap.search": folder.name})
+            values = search.space.changes(record.point) | {"seed": record.seed}
+            log_params(client, sent["trials"][name], {key: str(value) for key, value in values.items()})
             write_json(path, sent_by_tracker)
         if record.state in ENDED:
-            _send_trial(client, record, sent["trials"][number])
-            sent["ended"].append(number)
+            _send_trial(client, record, sent["trials"][name])
+            sent["ended"].append(name)
             write_json(path, sent_by_tracker)
     if files:
         for file in [*PUBLISHED_FILES, *(path.name for path in sorted(folder.glob("front-*.yaml")))]:
@@ -118,15 +115,6 @@ def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
         client.update_run(sent["parent"], status=status)
     else:
         client.set_terminated(sent["parent"], status)
-
-
-def _get_or_create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
-    """The id of MLflow's run for a trial, which is created if it does not exist."""
-    match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
-    run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})
-    values = log.search.space.changes(record.point) | {"seed": record.seed}
-    log_params(client, run_id, {key: str(value) for key, value in values.items()})
-    return run_id
 
 
 def _send_trial(client: Any, record: TrialRecord, run_id: str) -> None:
