@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from raycap.pipeline.runs.prepare import readable
 from raycap.pipeline.search.records import ENDED, SearchFolder, SearchPlan, TrialRecord, count, minutes
 from raycap.pipeline.search.results import selection_note, trial_line
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
-from raycap.pipeline.search.tracking import SearchTracker
 from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import weights_file_digest
@@ -46,9 +44,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     check_address(address)
     check_before_writing(search.base)
     require_backbone_file(search)
-    if not address and "RAY_ADDRESS" not in os.environ:
-        # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
-        _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
     inputs = ScoreInputs.read(search.base.evaluation.inputs, search.base.data.language, search.base.data)
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
@@ -58,7 +53,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     dataset = readable(dataset, unreadable, search.base)
     if unreadable:
         logger.warning(f"{len(unreadable)} images cannot be read and are left out")
-    source = find_backbone(search, dataset, address)
+    source = find_backbone(search, dataset)
     digest = "" if source is None else weights_file_digest(source.weights)
     name = search.identity(dataset.fingerprint(), str(RESULTS_VERSION), digest)
     folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
@@ -78,13 +73,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         if lease is not None:
             lease.check()  # the extraction may have taken hours
         _log_plan(search, folder)
-        tracker = SearchTracker(search, folder.path)
-        try:
-            records = _run_trials(search, plan, folder, tracker, lease, address, retry_failed)
-            code = write_outcome(search, folder, records, tracker)
-        except BaseException as error:
-            tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-            raise
+        code = write_outcome(search, folder, _run_trials(search, plan, folder, lease, address, retry_failed))
     logger.info(f"finished in {minutes(time.monotonic() - begin)}")
     return code
 
@@ -113,12 +102,11 @@ def _run_trials(
     search: Search,
     plan: SearchPlan,
     folder: SearchFolder,
-    tracker: SearchTracker,
     lease: Lease | None,
     address: str | None,
     retry_failed: bool,
 ) -> list[TrialRecord]:
-    """Runs the trials that have not ended, and returns all trials. Raises KeyboardInterrupt if Ctrl-C has ended Ray Tune."""
+    """Runs the trials that have not ended, and returns all. Raises KeyboardInterrupt if Ctrl-C has ended Ray Tune."""
     from raycap.jobs.tune.tuner import Progress, make_tuner, records_of
 
     _start_ray(search, address)
@@ -131,8 +119,6 @@ def _run_trials(
         shown[record.trial_id] = line
         logger.info(line)
         folder.write(records)
-        if record.state in ENDED:
-            tracker.send(records)
 
     Progress.on_change = staticmethod(on_change)
     Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())
@@ -183,28 +169,13 @@ def _log_plan(search: Search, folder: SearchFolder) -> None:
 
 def _start_ray(search: Search, address: str | None) -> None:
     """Joins or starts Ray. Raises UserError when a trial needs more than Ray has."""
+    import ray
+
+    bundles = [search.bundle] * search.config.resources.workers
     if connect(address):  # a cluster may have no worker yet
-        per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
-        wait_for([search.bundle] * per_trial.workers, "a trial", limit_s=limit_s)
+        wait_for(bundles, "a trial", limit_s=60 * search.base.workers.max_wait_minutes)
     else:
-        import ray
-
-        resources = ray.cluster_resources()
-        _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
-        require_resources([search.bundle] * search.config.resources.workers, "a trial", resources)
-
-
-def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
-    """Raises UserError when a trial needs more than `cpus` or `gpus`, the numbers that `machine` has."""
-    per_trial = search.config.resources
-    for kind, per_worker, available in (("cpus", per_trial.cpus, cpus), ("gpus", per_trial.gpus, gpus)):
-        total = per_worker * per_trial.workers
-        if total > available:
-            raise UserError(
-                f"resources: a trial asks for {per_trial.workers} workers x {per_worker:g} {kind} = {total:g}, "
-                f"and {machine} has {available:g}; lower resources.{kind} or resources.workers, or join a larger "
-                "cluster with --address"
-            )
+        require_resources(bundles, "a trial", ray.cluster_resources())
 
 
 def command(

@@ -9,17 +9,16 @@ from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.ablations import comparisons
 from raycap.pipeline.search.records import SearchFolder, TrialRecord, count
-from raycap.pipeline.search.report import importances, write_page, write_plot
+from raycap.pipeline.search.report import importances, write_page
 from raycap.pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
 from raycap.pipeline.search.space import short
 from raycap.pipeline.search.spec import SCORE, Search
-from raycap.pipeline.search.tracking import SearchTracker
-from raycap.pipeline.tracking.mlflow_client import public_uri
+from raycap.pipeline.search.tracking import track_search
 
 logger = logging.getLogger(__name__)
 
 
-def write_outcome(search: Search, folder: SearchFolder, records: Sequence[TrialRecord], tracker: SearchTracker) -> int:
+def write_outcome(search: Search, folder: SearchFolder, records: Sequence[TrialRecord]) -> int:
     """Writes and sends all results; returns the exit code, 1 when every trial failed."""
     results = point_results(search, records)
     best = front(results, search.config.objectives)
@@ -36,21 +35,16 @@ def write_outcome(search: Search, folder: SearchFolder, records: Sequence[TrialR
         if shares:
             text = ", ".join(f"{short(key)} {100 * share:.0f} %" for key, share in shares.items())
             logger.info(f"importance   {text}; {note[:1].lower()}{note[1:]}")
-    with decorations.making("the plot"):
-        write_plot(folder.path, search, results, best)
-    with decorations.making("the page"):
+    with decorations.making("the page with the plot"):
         write_page(folder.path, search, results, best)
     folder.push()
     succeeded, failed = count(records, "finished", "stopped"), count(records, "failed")
-    tracked = tracker.close("FINISHED" if succeeded else "FAILED", records, files=True)
     logger.info(f"tables       {folder.root / 'trials.parquet'} and trials.csv")
     pictures = [name for name in ("search.html", "pareto.png") if (folder.path / name).is_file()]
     logger.info(f"pages        {', '.join(pictures) or 'none'} in {folder.root}")
     if paths:
         logger.info(f"to run       {', '.join(path.name for path in paths)} in {folder.root}")
-    if search.base.tracking.enabled:
-        note = "" if tracked else " lacks some results; run the same command again"
-        logger.info(f"tracking     {public_uri(search.base)}{note}")
+    track_search(search, folder.path, records)
     if failed:
         first = next(record for record in records if record.state == "failed")
         text = f"{failed} of {len(records)} trials failed; trial {first.trial_id}: {first.reason}"

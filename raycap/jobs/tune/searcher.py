@@ -2,16 +2,14 @@
 
 - Several seeds per point with several objectives: `ray.tune.search.Repeater` averages a single metric.
 - No point twice: Optuna's samplers repeat points of a small space, and two trials would train the same run.
-- A larger budget: `Tuner.restore` cannot raise the number of trials. A new experiment proposes the earlier points first,
-  whose runs are finished, so that the sampler gets their results within seconds.
+- A larger budget: `Tuner.restore` cannot raise the number of trials. A new experiment first proposes the earlier
+  points, whose runs are finished, so that the sampler gets their results within seconds.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ray.tune.search import Searcher
@@ -29,27 +27,28 @@ MAX_LISTED_POINTS = 100_000  # larger spaces are not searched for an untried poi
 
 @dataclass
 class _Point:
-    """A proposed point: the id by which the sampler knows it, and the objectives' values of each ended seed."""
+    """A proposed point: the id by which Optuna knows it, and the objectives' values of each seed that has ended."""
 
-    sampler_id: str
+    draw_id: str  # "" for a point that Optuna has not proposed
     values: list[Sequence[float] | None] = field(default_factory=list)  # None for a failed trial
 
 
-class PointSearcher(Searcher):
-    """Proposes each point of a sampler once per seed, and gives the sampler the means over the seeds."""
+class PointSearcher(OptunaSearch):
+    """Proposes each of Optuna's points once per seed, and gives Optuna the means over the seeds.
+
+    Ray Tune saves and restores all attributes with those of `OptunaSearch`.
+    """
 
     def __init__(self, search: Search, earlier: Sequence[Values] = ()) -> None:
         """earlier: the points of this search's earlier experiments, which are proposed first."""
-        objectives = search.config.objectives
-        super().__init__(metric=list(objectives), mode=list(objectives.values()))  # type: ignore[arg-type]
-        self.objectives, self.seeds, self.space = list(objectives), search.config.seeds, search.space
-        self.sampler = OptunaSearch(
+        super().__init__(
             {dimension.key: distribution(dimension) for dimension in search.space.dimensions},
-            metric=list(objectives),
-            mode=list(objectives.values()),
+            metric=list(search.config.objectives),
+            mode=list(search.config.objectives.values()),
             points_to_evaluate=list(earlier),
             sampler=make_sampler(search),
         )
+        self.objectives, self.seeds, self.space = list(search.config.objectives), search.config.seeds, search.space
         self.points: dict[str, _Point] = {}  # by `point_key`
         self.owners: dict[str, str] = {}  # the key of each trial's point, by the trial's id
         self.waiting: list[tuple[Values, int]] = []  # points and seeds that the next trials get
@@ -69,40 +68,35 @@ class PointSearcher(Searcher):
     def _new_point(self) -> Values | None:
         """A point that was not proposed before. None if there is none, or if a very large space seems used up."""
         for _ in range(MAX_REPEATED_DRAWS):
-            sampler_id = f"draw-{self.num_draws}"
             self.num_draws += 1
-            point: Values = self.sampler.suggest(sampler_id) or {}
+            draw_id = f"draw-{self.num_draws}"
+            point: Values = super().suggest(draw_id) or {}
             known = self.points.get(point_key(point))
             if known is None:
-                self.points[point_key(point)] = _Point(sampler_id)
+                self.points[point_key(point)] = _Point(draw_id)
                 return point
-            self._tell(sampler_id, known)  # the sampler gets the result of the earlier proposal
+            self._tell(draw_id, known)  # Optuna gets the result of the earlier proposal
         if self.space.size > MAX_LISTED_POINTS:
             return None
         for point in self.space.points():
             if point_key(point) not in self.points:
-                self.points[point_key(point)] = _Point("")  # the sampler does not know it
+                self.points[point_key(point)] = _Point("")
                 return point
         return None
 
+    def on_trial_result(self, trial_id: str, result: Values) -> None:
+        """Ignores a validation. Only the end of a point's trials counts."""
+
     def on_trial_complete(self, trial_id: str, result: Values | None = None, error: bool = False) -> None:
-        """Records a trial's result. When the last seed of a point has ended, the sampler gets the means."""
+        """Records a trial's result. When the last seed of a point has ended, Optuna gets the means."""
         point = self.points[self.owners[trial_id]]
         point.values.append(None if error or not result else [float(result[name]) for name in self.objectives])
-        if len(point.values) == len(self.seeds) and point.sampler_id:
-            self._tell(point.sampler_id, point)
+        if len(point.values) == len(self.seeds) and point.draw_id:
+            self._tell(point.draw_id, point)
 
-    def _tell(self, sampler_id: str, point: _Point) -> None:
-        """Gives the sampler the means over the seeds that did not fail, or a failure if all of them did."""
+    def _tell(self, draw_id: str, point: _Point) -> None:
+        """Gives Optuna the means over the seeds that did not fail, or a failure if all of them did."""
         usable = [values for values in point.values if values is not None]
         means = [sum(column) / len(usable) for column in zip(*usable, strict=True)]
         result = dict(zip(self.objectives, means, strict=True)) if usable else None
-        self.sampler.on_trial_complete(sampler_id, result, error=result is None)
-
-    def save(self, checkpoint_path: str) -> None:
-        """Writes the state, as Ray Tune does for every searcher when it saves an experiment."""
-        Path(checkpoint_path).write_bytes(pickle.dumps(self.__dict__))
-
-    def restore(self, checkpoint_path: str) -> None:
-        """Reads a state that `save` wrote."""
-        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
+        super().on_trial_complete(draw_id, result, error=result is None)

@@ -1,4 +1,4 @@
-"""A search as an experiment of Ray Tune: its tuner, its scheduler, the function that trains a trial, and the results."""
+"""A search as an experiment of Ray Tune: its tuner, its scheduler, the function of a trial, and the results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make_tuner(
             storage_filesystem=filesystem,
             callbacks=[Progress()],
             failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             verbose=0,
         ),
     )
@@ -219,7 +219,7 @@ def train_on_workers(job: StageJob, context: Context) -> None:
 class Progress(tune.Callback):
     """Passes the trials to `on_change` whenever one starts, reports or ends, and calls `on_step` at each step.
 
-    `Tuner.restore` takes no callbacks and brings back those of the killed process, so the listeners belong to the class.
+    `Tuner.restore` takes no callbacks and brings back those of the killed process, so the class has the listeners.
     """
 
     on_change: ClassVar[Callable[[TrialRecord, Sequence[TrialRecord]], None]]

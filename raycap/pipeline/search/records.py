@@ -136,7 +136,7 @@ class SearchFolder:
         return read_records(file.read_bytes(), str(file)) if file.is_file() else []
 
     def write(self, records: Sequence[TrialRecord]) -> None:
-        """Adds the trials of the present experiment to trials.json. They replace earlier ones of equal point and seed."""
+        """Adds the present experiment's trials to trials.json, in place of earlier ones of equal point and seed."""
         merged = {(point_key(record.point), record.seed): record for record in [*self.records(), *records]}
         write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in merged.values()])
         self.push(TRIALS)

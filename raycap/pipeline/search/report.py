@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 
 from raycap.pipeline.evaluation.reports.page import render_template
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.plots import pareto_plot, png, svg
+from raycap.pipeline.search.plots import pareto_plot
 from raycap.pipeline.search.records import TrialRecord, states_text
 from raycap.pipeline.search.results import (
     SPREAD_TEXT,
@@ -25,14 +26,11 @@ from raycap.pipeline.storage.atomic import write_bytes, write_text
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
 
 
-def write_plot(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
-    """Writes pareto.png into the folder."""
-    write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
-
-
 def write_page(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
-    """Writes search.html into the search's folder."""
+    """Writes search.html and its plot, pareto.png, into the search's folder."""
     path, records = folder / "search.html", [record for result in results for record in result.records]
+    plot = pareto_plot(search, results, on_front)
+    write_bytes(folder / "pareto.png", plot)
     columns, rows = leaderboard(search, results, on_front)
     shares, note = importances(search, records)
     text = render_template(
@@ -45,7 +43,7 @@ def write_page(folder: Path, search: Search, results: Sequence[PointResult], on_
         front_note=f"The front holds the finished points that no other one dominates in {objectives_text(search)}.",
         columns=columns,
         rows=rows,
-        pareto=svg(pareto_plot(search, results, on_front)),
+        pareto=base64.b64encode(plot).decode(),
         importance=[(short(key), share) for key, share in sorted(shares.items(), key=lambda item: -item[1])],
         importance_note=note,
         comparisons=comparisons(search, results),

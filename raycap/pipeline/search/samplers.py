@@ -56,6 +56,7 @@ def importance(space: Space, points: Sequence[Mapping[str, object]], values: Seq
         return {}
     import optuna
 
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize")
     distributions = {dimension.key: distribution(dimension) for dimension in varied}
     for point, value in zip(points, values, strict=True):

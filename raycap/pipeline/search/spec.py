@@ -85,18 +85,6 @@ class TrialSection(Section):
     """Configuration values for all trials; best.yaml does not contain them."""
 
 
-class BackboneSection(Section):
-    """The backbone that extracts the trials' features: `weights` is a file, `base` or `run`.
-
-    base: the base configuration's initial backbone. run: the backbone that a finished run of the base configuration has
-    trained; without such a run, a stand-in is trained with `stages` and `set`.
-    """
-
-    weights: Text = "base"
-    stages: tuple[Name, ...] = ()
-    set: Values = Field(default={})
-
-
 class BudgetSection(Section):
     """When a search ends. `trials` counts points times seeds. A larger budget resumes a finished search."""
 
@@ -113,9 +101,9 @@ class SchedulerSection(Section):
     """The scheduler of Ray Tune that decides which trials train on.
 
     asha: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue. median:
-    from grace_epochs on, a trial ends if its best score is below the median of the other trials' mean scores. pbt: after
-    each `every_epochs` epochs, a trial among the worst `quantile` continues with weights of one of the best, at a
-    changed point.
+    from grace_epochs on, a trial ends if its best score is below the median of the other trials' means. pbt: after each
+    `every_epochs` epochs, a trial among the worst `quantile` continues with weights of one of the best, at a changed
+    point.
     """
 
     name: Literal["asha", "median", "pbt"]
@@ -163,7 +151,8 @@ class SearchConfig(Section):
     rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     """Explicit points."""
     trial: TrialSection = TrialSection()
-    backbone: BackboneSection = BackboneSection()
+    backbone: Text = "base"
+    """Whose features trials read: `base` (its initial backbone), `run` (that of a finished run of it), or a file."""
     objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
     metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")
     """More scores of a finished trial's captions."""
