@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,9 +89,17 @@ class PointSearcher(OptunaSearch):
         """Ignores a validation. Only the end of a point's trials counts."""
 
     def on_trial_complete(self, trial_id: str, result: Values | None = None, error: bool = False) -> None:
-        """Records a trial's result. When the last seed of a point has ended, Optuna gets the means."""
+        """Records a trial's result. When the last seed of a point has ended, Optuna gets the means.
+
+        A trial without a number for each objective, such as one that the scheduler stopped before its end, counts as
+        failed, because Optuna would wait for its result forever. A trial that a restored searcher has not proposed is
+        ignored: a kill may come between the files in which Ray Tune stores its trials and its searcher.
+        """
+        if trial_id not in self.owners:
+            return
         point = self.points[self.owners[trial_id]]
-        point.values.append(None if error or not result else [float(result[name]) for name in self.objectives])
+        values = [float((result or {}).get(name, math.nan)) for name in self.objectives]
+        point.values.append(None if error or not all(map(math.isfinite, values)) else values)
         if len(point.values) == len(self.seeds) and point.draw_id:
             self._tell(point.draw_id, point)
 

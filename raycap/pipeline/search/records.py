@@ -136,9 +136,15 @@ class SearchFolder:
         return read_records(file.read_bytes(), str(file)) if file.is_file() else []
 
     def write(self, records: Sequence[TrialRecord]) -> None:
-        """Adds the present experiment's trials to trials.json, in place of earlier ones of equal point and seed."""
-        merged = {(point_key(record.point), record.seed): record for record in [*self.records(), *records]}
-        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in merged.values()])
+        """Replaces the present experiment's trials in trials.json, and earlier ones of equal point and seed."""
+        ids = {record.trial_id for record in records}
+        tried = {(point_key(record.point), record.seed) for record in records}
+        earlier = [
+            record
+            for record in self.records()
+            if record.trial_id not in ids and (point_key(record.point), record.seed) not in tried
+        ]
+        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in [*earlier, *records]])
         self.push(TRIALS)
 
 

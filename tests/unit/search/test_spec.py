@@ -109,8 +109,14 @@ def test_points_and_labels() -> None:
         ({"objectives": {"CIDEr": "max"}}, ["no trial reports 'CIDEr'", "known: CIDEr-D, macs"]),
         ({"trial": {"stages": ["xe_finetune", "scst_frozen"]}}, ["need new features", "extracts them once"]),
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
-        ({"algorithm": "pbt"}, ["space.model.static_expansion", "copies weights"]),
-        ({"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid"}, ["the space is infinite"]),
+        ({"scheduler": "pbt"}, ["space.model.static_expansion", "copies weights"]),
+        ({"scheduler": "pbt", "algorithm": "tpe"}, ["set algorithm to random, and budget.trials"]),
+        (
+            {"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid", "budget": None},
+            ["the space is infinite"],
+        ),
+        ({"budget": None}, ["algorithm random needs an end"]),
+        ({"scheduler": {"name": "asha", "grace_epochs": 2}}, ["scheduler.grace_epochs = 2 is more than the 0.7"]),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
     ],
 )  # fmt: skip
