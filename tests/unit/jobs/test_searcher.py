@@ -14,13 +14,10 @@ from raycap.jobs.tune.searcher import SEED, PointSearcher
 from raycap.pipeline.search.space import point_key
 from tests.support.searches import LR, N_E, G, small_search
 
-CHOICES: dict[str, Any] = {
-    G: {"groups": {str(2**k): [2**k] for k in range(2, 7)}},
-    N_E: [1, 2, 4, 8, 16],
-    LR: {"low": 0.001, "high": 0.004, "step": 0.001},
-}
-FEW: dict[str, Any] = {N_E: [1, 2, 4], LR: [0.1, 0.2]}
 Values = dict[str, Any]
+FEW: Values = {N_E: [1, 2, 4], LR: [0.1, 0.2]}
+CHOICES: Values = {G: {"groups": {str(2**k): [2**k] for k in range(2, 7)}}, N_E: [1, 2, 4, 8, 16]}
+CHOICES |= {LR: {"low": 0.001, "high": 0.004, "step": 0.001}}
 
 
 def searcher_of(tmp_path: Path, earlier: list[Values] | None = None, **changes: Any) -> PointSearcher:
