@@ -67,22 +67,16 @@ def test_groups_by_rule() -> None:
 
 
 def test_points_and_labels() -> None:
-    space = space_of(
-        {
-            G: SpaceSection(groups={"none": None, "paper": (32, 64)}),
-            N_E: SpaceSection(low=2, high=6, step=2),
-            LR: SpaceSection(low=1e-4, high=1e-2, log=True),
-        }
-    )
+    listed = SpaceSection(groups={"none": None, "paper": (32, 64)})
+    step, rate = SpaceSection(low=2, high=6, step=2), SpaceSection(low=1e-4, high=1e-2, log=True)
+    space, point = space_of({G: listed, N_E: step, LR: rate}), {G: "paper", N_E: 4, LR: 1e-3}
     assert space.size == float("inf") and space_of({N_E: SpaceSection(low=2, high=6)}).size == 5
-    point = {G: "paper", N_E: 4, LR: 1e-3}
     assert space.changes(point) == {G: [32, 64], N_E: 4, LR: 1e-3}
     assert space.describe(point) == "G paper, N_E 4, xe_frozen lr 0.001"
     assert [show_value(v) for v in (None, [128] * 5, [8, 16], 0.5)] == ["attention", "128 x 5", "8 16", "0.5"]
     finite = space_of({G: SpaceSection(choices=([4], [4, 8])), N_E: SpaceSection(choices=(2, None))})
-    assert [finite.describe(p) for p in finite.points()] == [
-        "G 4, N_E 2", "G 4, N_E attention", "G 4 8, N_E 2", "G 4 8, N_E attention",
-    ]  # fmt: skip
+    labels = [finite.describe(point) for point in finite.points()]
+    assert labels == ["G 4, N_E 2", "G 4, N_E attention", "G 4 8, N_E 2", "G 4 8, N_E attention"]
 
 
 @pytest.mark.parametrize(
@@ -102,10 +96,7 @@ def test_points_and_labels() -> None:
         ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"scheduler": "pbt"}, ["space.model.static_expansion", "copies weights"]),
         ({"scheduler": "pbt", "algorithm": "tpe"}, ["set algorithm to random, and budget.trials"]),
-        (
-            {"space": {"model.dropout": {"low": 0.1, "high": 0.3}}, "algorithm": "grid", "budget": None},
-            ["the space is infinite"],
-        ),
+        ({"space": {LR: {"low": 0.1, "high": 0.3}}, "algorithm": "grid", "budget": None}, ["the space is infinite"]),
         ({"budget": None}, ["algorithm random needs an end"]),
         ({"scheduler": {"name": "asha", "grace_epochs": 2}}, ["scheduler.grace_epochs = 2 is more than the 0.7"]),
         ({"space": {"model.d_model": [16, 12], "model.num_heads": [2, 8]}}, ["d_model 12, num_heads 8 is refused: "]),
@@ -156,9 +147,8 @@ def test_the_split_whose_scores_are_reported_is_named(tmp_path: Path) -> None:
 
 
 def test_nested_rows_change_only_their_keys(tmp_path: Path) -> None:
-    search = small_search(
-        tmp_path, space=None, rows=[{"model": {"static_expansion": [4]}}], algorithm="grid", budget={}
-    )
+    rows = [{"model": {"static_expansion": [4]}}]
+    search = small_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={})
     (point,) = search.space.points()
     model = search.trial_config(point, 0).model
     assert model.static_expansion == (4,) and model.d_model == search.base.model.d_model
