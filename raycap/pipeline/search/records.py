@@ -136,15 +136,15 @@ class SearchFolder:
         return read_records(file.read_bytes(), str(file)) if file.is_file() else []
 
     def write(self, records: Sequence[TrialRecord]) -> None:
-        """Replaces the present experiment's trials in trials.json, and earlier ones of equal point and seed."""
+        """Adds trials to trials.json, in place of those with the same id, or with the same point and seed."""
         ids = {record.trial_id for record in records}
-        tried = {(point_key(record.point), record.seed) for record in records}
-        earlier = [
+        points = {(point_key(record.point), record.seed) for record in records}
+        others = [
             record
             for record in self.records()
-            if record.trial_id not in ids and (point_key(record.point), record.seed) not in tried
+            if record.trial_id not in ids and (point_key(record.point), record.seed) not in points
         ]
-        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in [*earlier, *records]])
+        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in [*others, *records]])
         self.push(TRIALS)
 
 
