@@ -107,7 +107,7 @@ def _run_trials(
     retry_failed: bool,
 ) -> list[TrialRecord]:
     """Runs the trials that have not ended, and returns all. Raises KeyboardInterrupt if Ctrl-C has ended Ray Tune."""
-    from raycap.jobs.tune.tuner import Progress, make_tuner, records_of
+    from raycap.jobs.tune.tuner import Progress, make_tuner
 
     _start_ray(search, address)
     last: dict[str, TrialRecord] = {}  # by the trial's id
@@ -127,9 +127,8 @@ def _run_trials(
         lease.check()
     if results.num_terminated + results.num_errors < len(results):
         raise KeyboardInterrupt
-    records = records_of(results)
-    folder.write(records)
-    return records
+    folder.write(Progress.ended)
+    return Progress.ended
 
 
 def _concurrent(search: Search) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import pyarrow.fs
 from pydantic import TypeAdapter
 from ray import tune
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
     ASHAScheduler,
     FIFOScheduler,
@@ -42,6 +44,7 @@ from raycap.pipeline.training.loop import StageJob
 
 logger = logging.getLogger(__name__)
 
+STATE = "experiment_state-"  # begins the name of a snapshot's first file
 MAX_FAILURES = 3  # of a trial, such as a lost node, after which it continues from its last checkpoint
 JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal of a trial on several workers
 PARSE = TypeAdapter(TrialRecord).validate_python  # makes tuples of the lists in JSON
@@ -58,11 +61,11 @@ def make_tuner(
     name = _experiment(search)
     resources = tune.PlacementGroupFactory([_resources(search)])
     trainable: Any = tune.with_resources(tune.with_parameters(train_trial, plan=plan), resources)
-    if tune.Tuner.can_restore(f"{path}/{name}", storage_filesystem=filesystem):
+    is_grid, dimensions = search.config.algorithm == "grid", search.space.dimensions
+    if _can_restore(f"{path}/{name}", filesystem):
         return tune.Tuner.restore(
             f"{path}/{name}", trainable, resume_errored=retry, storage_filesystem=filesystem, param_space=None
         )
-    is_grid, dimensions = search.config.algorithm == "grid", search.space.dimensions
     variants: Values = {}
     if is_grid:
         variants = {dimension.key: tune.grid_search(dimension.listed() or []) for dimension in dimensions}
@@ -93,6 +96,32 @@ def make_tuner(
             verbose=0,
         ),
     )
+
+
+def _can_restore(path: str, filesystem: pyarrow.fs.FileSystem | None) -> bool:
+    """Whether the experiment has a whole snapshot of its state.
+
+    Ray Tune writes a snapshot's files in place, so that a kill may cut one. `Tuner.restore` then begins anew with the
+    pickled tuner, which has no points of a grid. Without a whole snapshot, a new experiment takes the place of this
+    one: it proposes the same points, whose runs continue.
+    """
+    if not tune.Tuner.can_restore(path, storage_filesystem=filesystem):
+        return False
+    place = filesystem or pyarrow.fs.LocalFileSystem()
+    files = {file.base_name: file.path for file in place.get_file_info(pyarrow.fs.FileSelector(path))}
+    newest = max((name for name in files if name.startswith(STATE)), default=STATE)
+    session = newest.removeprefix(STATE).removesuffix(".json")
+    contents = {
+        name: place.open_input_stream(files[name]).readall()
+        for name in files
+        if name == "tuner.pkl" or (session in name and name.endswith((".json", ".pkl")))
+    }
+    try:
+        json.loads(contents.pop(newest, b""))
+    except ValueError:
+        return False
+    # The others are pickles, also those called .json, and end with a full stop: the tuner, its points and callbacks.
+    return len(contents) > 1 and all(content.endswith(b".") for content in contents.values())
 
 
 def _experiment(search: Search) -> str:
@@ -225,6 +254,7 @@ class Progress(tune.Callback):
 
     on_change: ClassVar[Callable[[TrialRecord], None]]
     on_step: ClassVar[Callable[[], None]]
+    ended: ClassVar[list[TrialRecord]]  # all trials, when the experiment has ended
 
     def __init__(self, scheduler: TrialScheduler) -> None:
         self.scheduler = scheduler
@@ -245,42 +275,41 @@ class Progress(tune.Callback):
         self._changed(trial)
 
     def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
-        logger.warning(f"trial {trial.trial_id}  is repeated from its last checkpoint: {reason_of(trial.get_error())}")
+        logger.warning(f"trial {trial.trial_id}  is repeated from its last checkpoint: {reason_of(trial)}")
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
         self._changed(trial, has_ended=True)
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
-        self._changed(trial, has_ended=True)
+        self._changed(trial, has_ended=True, has_failed=True)
 
-    def _changed(self, trial: Any, *, has_ended: bool = False) -> None:
-        error = trial.get_error() if has_ended else None
-        type(self).on_change(record_of(trial.trial_id, trial.config, trial.last_result, error, has_ended))
+    def on_experiment_end(self, trials: Any, **_: object) -> None:
+        """Keeps the trials: a `ResultGrid` has no configuration of a trial that has reported nothing."""
+        type(self).ended = [
+            record_of(trial, has_ended=trial.is_finished(), has_failed=trial.status == Trial.ERROR) for trial in trials
+        ]
+
+    def _changed(self, trial: Any, *, has_ended: bool = False, has_failed: bool = False) -> None:
+        type(self).on_change(record_of(trial, has_ended=has_ended, has_failed=has_failed))
 
 
-def record_of(
-    trial_id: str, config: Values, metrics: Values | None, error: Exception | None, has_ended: bool
-) -> TrialRecord:
+def record_of(trial: Any, *, has_ended: bool, has_failed: bool) -> TrialRecord:
     """A trial of Ray Tune as a record. A trial that has ended without being finished was stopped, or failed."""
-    point = {key: value for key, value in config.items() if key != SEED}
-    record = TrialRecord(trial_id, point, config[SEED])
-    if metrics and "record" in metrics:
-        record = PARSE(metrics["record"])
-    if error is not None:
-        return replace(record, state="failed", reason=reason_of(error))
+    point = {key: value for key, value in trial.config.items() if key != SEED}
+    record = TrialRecord(trial.trial_id, point, trial.config[SEED])
+    if "record" in (trial.last_result or {}):
+        record = PARSE(trial.last_result["record"])
+    if has_failed:
+        return replace(record, state="failed", reason=reason_of(trial))
     return replace(record, state="stopped") if has_ended and record.state == "running" else record
 
 
-def reason_of(error: Exception) -> str:
-    """The last line of an error, which names the cause, without secrets."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return without_secrets(lines[-1] if lines else type(error).__name__)[:500]
+def reason_of(trial: Any) -> str:
+    """The last line of a trial's last error, which names the cause, without secrets.
 
-
-def records_of(results: tune.ResultGrid) -> list[TrialRecord]:
-    """The trials of an experiment that has ended."""
-    records = []
-    for number in range(len(results)):
-        result = results[number]
-        records.append(record_of(Path(result.path).name, result.config or {}, result.metrics, result.error, True))
-    return records
+    The driver's file has the error before the storage, but not in a search that began on another machine.
+    """
+    file = trial.error_file
+    text = Path(file).read_text() if file and Path(file).is_file() else str(trial.get_error() or "unknown error")
+    line = text.strip().splitlines()[-1].strip()
+    return without_secrets(re.sub(r"^(\w+\.)+(?=\w+: )", "", line))[:500]  # without the module of the error
