@@ -54,7 +54,8 @@ def comparisons(search: Search, results: Sequence[PointResult], metrics: Contain
     If the paper has several tables, those with fewer than two rows among our points are left out, because one row has
     nothing to be compared with. metrics: the metrics that get columns, if both sides have them; None: all.
     """
-    published, tables = published_tables(search.config.compare), []
+    tables = []
+    published = published_tables(search.config.compare)
     for table in published:
         matches = _matches(search, results, table)
         if len(published) > 1 and sum(match.result is not None for match in matches) < 2:

@@ -172,7 +172,7 @@ def leaderboard(
     than a spread.
     """
     names, main, has_seeds = columns_of(search), search.config.main_objective, len(search.config.seeds) > 1
-    compared, rows = main if main in COSTS else search.reported(main), []
+    compared, rows = main if main in COSTS else search.reported(main), Rows()
     for result in results:
         cells = [f"{result.state} *" if result in on_front else result.state, f"{result.epoch:g}", result.seeds_text]
         if has_seeds:
