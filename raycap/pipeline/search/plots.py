@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from raycap.pipeline.search.results import PointResult, heading
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 INK, MUTED, RULE, PAGE_COLOR = "#14201c", "#52605a", "#d5dcd9", "#ffffff"
 ACCENT, BEST = "#0b6b58", "#b5401f"
 MAX_LINES = 32  # of text that fit beside the axes
+NUMBER_SIZE = 20  # of a point's number, in pixels
 
 
 class _Point(NamedTuple):
@@ -62,7 +65,7 @@ def pareto_plot(search: Search, results: Sequence[PointResult], on_front: Sequen
         label = "Pareto front" + ("" if search.reports_validation else f" on {search.base.data.val_split}")
         axes.plot(
             *_coordinates(front), "o-" if search.reports_validation else "o", drawstyle="steps-post",
-            color=BEST, mfc=BEST, mec=PAGE_COLOR, ms=12, lw=1.6, label=label, zorder=4,
+            color=BEST, mfc=BEST, mec=PAGE_COLOR, ms=9, lw=1.6, label=label, zorder=4,
         )  # fmt: skip
     if finished or stopped:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8.5, frameon=False, labelcolor=INK)
@@ -84,14 +87,27 @@ def _points(results: Sequence[PointResult], cost: str, score: str) -> list[_Poin
 
 
 def _number_front(axes: Axes, front: Sequence[_Point], on_front: Sequence[PointResult]) -> None:
-    """Numbers the points of the front as their files front-N.yaml, and lists their labels beside the axes."""
-    for point in front:
-        number = str(on_front.index(point.result) + 1)
-        axes.text(*point[:2], number, ha="center", va="center", fontsize=7, color=PAGE_COLOR, zorder=5)
-    labels = [textwrap.shorten(result.label, 40, placeholder=" ...") for result in on_front]
-    lines = ["front-N.yaml", *(f"{number}  {label}" for number, label in enumerate(labels, 1))]
+    """Writes beside each point of the front the N of its file front-N.yaml, and lists the labels beside the axes.
+
+    A number that would cover another one, or a point of the front, is moved up.
+    """
+    lines = ["front-N.yaml"]
+    for number, result in enumerate(on_front, 1):
+        lines += textwrap.wrap(f"{number}  {result.label}", 40, subsequent_indent="     ")
     text = "\n".join(lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], "..."])
     axes.text(1.01, 1, text, transform=axes.transAxes, va="top", fontsize=8, color=BEST, parse_math=False)
+    axes.figure.draw_without_rendering()  # gives the axes their place
+    pixels = axes.transData.transform([point[:2] for point in front])
+    taken = [*pixels]  # the places of points and numbers
+    for point, place in zip(front, pixels, strict=True):
+        offset = np.array([-NUMBER_SIZE, NUMBER_SIZE // 2])  # above the staircase
+        while any(abs(place + offset - other).max() < NUMBER_SIZE for other in taken):
+            offset[1] += NUMBER_SIZE
+        taken.append(place + offset)
+        axes.annotate(
+            str(on_front.index(point.result) + 1), point[:2], offset, textcoords="offset pixels", ha="center",
+            va="center", fontsize=8, color=BEST, zorder=5, bbox={"fc": PAGE_COLOR, "ec": "none", "pad": 0.5},
+        )  # fmt: skip
 
 
 def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
