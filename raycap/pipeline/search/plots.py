@@ -100,7 +100,7 @@ def _number_front(axes: Axes, front: Sequence[_Point], on_front: Sequence[PointR
     pixels = axes.transData.transform([point[:2] for point in front])
     taken = [*pixels]  # the places of points and numbers
     for point, place in zip(front, pixels, strict=True):
-        offset = np.array([-NUMBER_SIZE, NUMBER_SIZE // 2])  # above the staircase
+        offset = np.array([-1.0, 0.7]) * NUMBER_SIZE  # above the staircase
         while any(abs(place + offset - other).max() < NUMBER_SIZE for other in taken):
             offset[1] += NUMBER_SIZE
         taken.append(place + offset)
