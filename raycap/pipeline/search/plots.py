@@ -14,6 +14,7 @@ from raycap.pipeline.search.spec import COSTS, SCORE, Search
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # text, secondary text, grid lines and background; then finished points and the front
 INK, MUTED, RULE, PAGE_COLOR = "#14201c", "#52605a", "#d5dcd9", "#ffffff"
@@ -70,7 +71,7 @@ def pareto_plot(search: Search, results: Sequence[PointResult], on_front: Sequen
     if finished or stopped:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8.5, frameon=False, labelcolor=INK)
     if front:
-        _number_front(axes, front, on_front)
+        _number_front(figure, front, on_front)
     data = io.BytesIO()
     figure.savefig(data, format="png")
     return data.getvalue()
@@ -86,17 +87,17 @@ def _points(results: Sequence[PointResult], cost: str, score: str) -> list[_Poin
     return sorted(points, key=lambda point: point[:2])
 
 
-def _number_front(axes: Axes, front: Sequence[_Point], on_front: Sequence[PointResult]) -> None:
+def _number_front(figure: Figure, front: Sequence[_Point], on_front: Sequence[PointResult]) -> None:
     """Writes beside each point of the front the N of its file front-N.yaml, and lists the labels beside the axes.
 
     A number that would cover another one, or a point of the front, is moved up.
     """
-    lines = ["front-N.yaml"]
+    (axes,), lines = figure.axes, ["front-N.yaml"]
     for number, result in enumerate(on_front, 1):
         lines += textwrap.wrap(f"{number}  {result.label}", 40, subsequent_indent="     ")
     text = "\n".join(lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], "..."])
     axes.text(1.01, 1, text, transform=axes.transAxes, va="top", fontsize=8, color=BEST, parse_math=False)
-    axes.figure.draw_without_rendering()  # gives the axes their place
+    figure.draw_without_rendering()  # gives the axes their place
     pixels = axes.transData.transform([point[:2] for point in front])
     taken = [*pixels]  # the places of points and numbers
     for point, place in zip(front, pixels, strict=True):
@@ -105,7 +106,7 @@ def _number_front(axes: Axes, front: Sequence[_Point], on_front: Sequence[PointR
             offset[1] += NUMBER_SIZE
         taken.append(place + offset)
         axes.annotate(
-            str(on_front.index(point.result) + 1), point[:2], offset, textcoords="offset pixels", ha="center",
+            str(on_front.index(point.result) + 1), point[:2], tuple(offset), textcoords="offset pixels", ha="center",
             va="center", fontsize=8, color=BEST, zorder=5, bbox={"fc": PAGE_COLOR, "ec": "none", "pad": 0.5},
         )  # fmt: skip
 
