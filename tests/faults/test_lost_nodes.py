@@ -139,7 +139,7 @@ def test_the_driver_of_a_search_is_killed_and_another_node_continues(pair: Clust
     pair.kill(program)
     output = pair.raycap(*words, node=str(len(pair.nodes) - 1))
     assert output.count("finished at epoch 100") == 2 and "failed" not in output
-    assert "epoch 10: " not in output.replace(log.read_text(), ""), "the first trial continues"
+    assert output.count("  epoch 10: ") <= 1, "at least one trial continues"
 
 
 @pytest.mark.parametrize("count", [2, 3])
