@@ -78,7 +78,7 @@ def test_search_g_and_n_e(tmp_path: Path) -> None:
     base = {key: value for key, value in SMALL_MODEL.items() if not key.startswith("evaluation")}
     base |= {"data__synthetic__num_images": 60} | {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
     trials = {f"set__{key}": value for key, value in base.items()}
-    trials |= {"budget__trials": 2, "population": 2, "trial__epochs": 1}
+    trials |= {"budget__trials": 2, "trial__epochs": 1}
     changes = {
         " --set data.synthetic.num_images=600": with_keys(**base),
         " --set set.data.synthetic.num_images=600": with_keys(**trials),
