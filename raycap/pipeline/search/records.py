@@ -136,9 +136,15 @@ class SearchFolder:
         return read_records(file.read_bytes(), str(file)) if file.is_file() else []
 
     def write(self, records: Sequence[TrialRecord]) -> None:
-        """Adds the present experiment's trials to trials.json, in place of earlier ones of equal point and seed."""
-        merged = {(point_key(record.point), record.seed): record for record in [*self.records(), *records]}
-        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in merged.values()])
+        """Adds trials to trials.json, in place of those with the same id, or with the same point and seed."""
+        ids = {record.trial_id for record in records}
+        points = {(point_key(record.point), record.seed) for record in records}
+        others = [
+            record
+            for record in self.records()
+            if record.trial_id not in ids and (point_key(record.point), record.seed) not in points
+        ]
+        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in [*others, *records]])
         self.push(TRIALS)
 
 
