@@ -20,7 +20,7 @@ def make_sampler(search: Search) -> Any:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     config = search.config
     num_points = ASSUMED_POINTS if search.num_trials is None else max(1, search.num_trials // len(config.seeds))
-    population = config.population or max(4, min(50, num_points // 4))
+    population = max(4, min(50, num_points // 4))
     if config.algorithm == "random":
         return optuna.samplers.RandomSampler(seed=config.seed)
     if config.algorithm == "nsga2":
@@ -37,11 +37,10 @@ def distribution(dimension: Dimension) -> Any:
     """Optuna's description of a dimension. Choices are categorical values, named by their labels."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if not dimension.is_range:
-        return CategoricalDistribution(dimension.labels)
+    if dimension.choices:
+        return CategoricalDistribution(list(dimension.choices))
     if dimension.integer:
-        ends = int(dimension.low), int(dimension.high)
-        return IntDistribution(*ends, log=dimension.log, step=int(dimension.step or 1))
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log, step=int(dimension.step or 1))
     return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from raycap.models.config import NUMBER, ExpansionNetConfig, Text, Values
 from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
@@ -43,21 +42,13 @@ from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_s
 MAX_SEEDS = 1000
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
 SCORE = "CIDEr-D"  # the score that every validation reports
-
-
-class CostFormat(NamedTuple):
-    """The heading of a cost in tables and plots, and the number by which they divide it."""
-
-    heading: str
-    unit: float = 1
-
-
+# The costs, each with its heading in tables and plots, and the number by which they divide it
 COSTS = {
-    "macs": CostFormat("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
-    "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
-    "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
-    "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
-    "seconds": CostFormat("s training"),
+    "macs": ("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
+    "macs_executed": ("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
+    "macs_beam_search": ("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
+    "parameters": ("k parameters", 1e3),  # of the captioner without its backbone
+    "seconds": ("s training", 1.0),
 }
 FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
     "name": "a trial's name is derived from the search's",
@@ -92,9 +83,6 @@ class BudgetSection(Section):
     hours: Minutes | None = None
     concurrent: Processes | None = None
     """The most trials at a time; None: as many as the machine or cluster can place."""
-
-
-ONE_PRECISION = "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
 
 
 class SchedulerSection(Section):
@@ -153,15 +141,13 @@ class SearchConfig(Section):
     trial: TrialSection = TrialSection()
     backbone: Text = "base"
     """Whose features trials read: `base` (its initial backbone), `run` (that of a finished run of it), or a file."""
-    objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
+    objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"}, min_length=1)
     metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")
     """More scores of a finished trial's captions."""
     score_split: Name | None = None
     """The split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case."""
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2"] = "random"
-    population: Processes | None = None
-    """Of NSGA-II; None: a quarter of the number of points, but 4 to 50."""
     scheduler: SchedulerSection | None = None
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
@@ -170,25 +156,20 @@ class SearchConfig(Section):
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
     """The paper to compare with."""
 
-    @field_validator("scheduler", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _expand_scheduler_name(cls, value: object) -> Any:
-        """`scheduler: asha` is short for `scheduler: {name: asha}`."""
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("seeds", mode="before")
-    @classmethod
-    def _expand_number_of_seeds(cls, value: object) -> Any:
-        """`seeds: 3` is short for `seeds: [0, 1, 2]`. One seed too many shows that a number is above the limit."""
-        return list(range(min(value, MAX_SEEDS + 1))) if type(value) is int else value
-
-    @field_validator("space", mode="before")
-    @classmethod
-    def _expand_choice_lists(cls, value: object) -> Any:
-        """A list is short for `{choices: list}`."""
-        if not isinstance(value, dict):
-            return value
-        return {key: {"choices": entry} if isinstance(entry, list) else entry for key, entry in value.items()}
+    def _expand_short_forms(cls, values: Values) -> Values:
+        """`scheduler: asha` is short for `{name: asha}`, `seeds: 3` for [0, 1, 2], a list in `space` for choices."""
+        scheduler, seeds, space = values.get("scheduler"), values.get("seeds"), values.get("space")
+        values = dict(values)
+        if isinstance(scheduler, str):
+            values["scheduler"] = {"name": scheduler}
+        if type(seeds) is int:
+            values["seeds"] = list(range(min(seeds, MAX_SEEDS + 1)))  # one too many shows that the limit is exceeded
+        if isinstance(space, dict):
+            lists = {key: {"choices": entry} for key, entry in space.items() if isinstance(entry, list)}
+            values["space"] = space | lists
+        return values
 
     @model_validator(mode="after")
     def _check_consistency(self) -> SearchConfig:
@@ -197,8 +178,6 @@ class SearchConfig(Section):
         if self.rows and self.algorithm != "grid":
             raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run in order; set grid")
         known = list(dict.fromkeys([SCORE, *COSTS, *self.metrics]))
-        if not self.objectives:
-            raise ValueError(f"objectives is empty; list one or more of {', '.join(known)}")
         if unknown := [name for name in self.objectives if name not in known]:
             raise ValueError(f"objectives: no trial reports {unknown[0]!r}; known: {', '.join(known)}")
         if unknown := [name for name in self.metrics if name not in METRICS]:
@@ -225,13 +204,12 @@ class SearchConfig(Section):
         if len(self.seeds) > 1 or self.resources.workers > 1:
             raise ValueError("scheduler pbt needs one seed, and one worker per trial")
         for key in self.space:
-            if key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in WEIGHT_COMPATIBLE):
+            changes_weights = key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in WEIGHT_COMPATIBLE)
+            if changes_weights or key.endswith(".ema"):
                 raise ValueError(
-                    f"space.{key}: scheduler pbt copies weights and steps between trials, which needs equal {key}; "
-                    "search it with tpe or nsga2"
+                    f"space.{key}: scheduler pbt copies weights, their averages and steps between trials, which needs "
+                    f"equal {key}; search it with tpe or nsga2"
                 )
-            if key.endswith(".ema"):
-                raise ValueError(f"space.{key}: scheduler pbt copies averages between trials; search it with tpe")
 
     @property
     def main_objective(self) -> str:
@@ -258,17 +236,16 @@ class Search:
 
     def _stages(self) -> tuple[str, ...]:
         """The names of the stages that a trial trains, in the order of the base configuration."""
-        names, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
-        if selected is not None:
-            if unknown := [name for name in selected if name not in names]:
-                raise UserError(
-                    f"trial.stages: the base configuration has no {unknown[0]!r}; it has {', '.join(names)}"
-                )
-            return tuple(name for name in names if name in selected)
-        for stage in self.base.stages:
-            if stage.objective == "cross_entropy" and not stage.train_backbone:
-                return (stage.name,)
-        raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
+        known, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
+        if selected is None:
+            frozen = [stage for stage in self.base.stages if not stage.train_backbone]
+            selected = tuple(stage.name for stage in frozen if stage.objective == "cross_entropy")[:1]
+        if not selected or not set(selected) <= set(known):
+            raise UserError(
+                f"trial.stages names {', '.join(map(shown, selected)) or 'no stage'}; give one or more of the base "
+                f"configuration's, which are {', '.join(known)}"
+            )
+        return tuple(name for name in known if name in selected)
 
     @property
     def score_split(self) -> str:
@@ -299,17 +276,13 @@ class Search:
 
         member: a part of the name of the run, so that a population's members at the same point have separate runs.
         """
-        values = self.run_values(point)
-        trial, resources = self.config.trial, self.config.resources
-        values["name"] = f"{self.base.name}-{self.config.name}{member}"
+        trial, resources, values = self.config.trial, self.config.resources, self.run_values(point)
         values["stages"] = [stage for stage in values["stages"] if stage.get("name") in self.stages]
         if trial.epochs is not None:
             values["stages"] = [stage | {"epochs": trial.epochs} for stage in values["stages"]]
         set_values(values, trial.set, "trial.set")
-        values["seed"], values["tracking"] = seed, {"enabled": False}
-        if weights is not None:
-            values.setdefault("backbone", {})["weights"] = weights
-        values["workers"] = dict(values.get("workers") or {}) | {
+        values |= {"name": f"{self.base.name}-{self.config.name}{member}", "seed": seed, "tracking": {"enabled": False}}
+        workers = {
             "num_workers": resources.workers,
             "min_workers": None,
             "cpus_per_worker": resources.cpus,
@@ -317,10 +290,10 @@ class Search:
             "threads_per_worker": max(1, int(resources.cpus)),
             "dry_run": False,
         }
-        config = parse_config(values)
-        if config.evaluation.precision == "auto":
-            raise UserError(ONE_PRECISION)
-        return config
+        set_values(values, {"workers": workers}, "resources")
+        if weights is not None:
+            set_value(values, "backbone.weights", weights, "backbone")
+        return parse_config(values)
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -361,15 +334,11 @@ class Search:
         return f"{self.config.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def check(self) -> None:
-        """Builds the configuration and the model of each choice; UserError names a choice that cannot be built.
-
-        Each choice, or both ends of a range, is combined with the first choices of the other dimensions. In a space of
-        up to 1,000 points the configuration of every point is built as well.
-        """
-        if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
-            raise UserError(ONE_PRECISION)
+        """Raises UserError for settings that do not go together, and for a choice or point that cannot be built."""
         for key in self.space.keys:
             self._check_key(key)
+        if any(key.split(".")[0] == "features" for key in flatten(self.config.trial.set)):
+            raise UserError(f"trial.set.features cannot be set: {FIXED_SECTIONS['features']}")
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
             raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
         if self.is_population and len(self.stages) > 1:
@@ -377,48 +346,50 @@ class Search:
                 f"scheduler pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
             )
         trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
-        if any(before and not after for before, after in itertools.pairwise(trains_backbone)):
+        if trains_backbone != sorted(trains_backbone):
             raise UserError(
                 f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
                 "search extracts them once; end with the stage that trains it"
             )
-        first = self.space.first()
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():  # with the first choices of the other dimensions
-                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
-                self._check_point({**first, dimension.key: choice}, name, model=True)
-        settings = self.config.scheduler
-        if settings is not None:
-            key = "every_epochs" if settings.name == "pbt" else "grace_epochs"
-            if getattr(settings, key) > self.total_epochs():
-                raise UserError(
-                    f"scheduler.{key} = {getattr(settings, key):g} is more than the {self.total_epochs():g} epochs of "
-                    "a trial; lower it or raise trial.epochs"
-                )
-        if self.space.size <= MAX_CHECKED_POINTS:
-            for point in self.space.points():
-                self._check_point(point, shown(self.space.describe(point)), model=False)
-        for key in flatten(self.config.trial.set):
-            section = key.split(".")[0]
-            if section == "features":  # the trials read what the search has extracted
-                raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS[section]}")
-        self._check_score_split()
-
-    def _check_score_split(self) -> None:
-        """UserError for a split that is not evaluated, or whose captions would need constraints."""
         data = self.base.data
-        if self.reports_validation:
-            return
-        if self.score_split not in data.test_splits:
+        if self.score_split not in (data.val_split, *data.test_splits):
             raise UserError(
                 f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
                 f"of data.test_splits ({', '.join(data.test_splits)})"
             )
-        first = self.trial_config(self.space.first(), self.config.seeds[0])
-        varies = any(f"{key}." in ("evaluation.", "evaluation.constraints.") for key in self.space.keys)
-        if varies or first.evaluation.constraints is not None:
+        for name, point in self._points_to_check():
+            try:
+                self._check_point(point)
+            except (ValueError, RuntimeError) as error:
+                raise UserError(f"{name} is refused: {error}") from error
+        scheduler, key = self.config.scheduler, "every_epochs" if self.is_population else "grace_epochs"
+        if scheduler is not None and (first := getattr(scheduler, key)) > self.total_epochs():
             raise UserError(
-                "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
+                f"scheduler.{key} = {first:g} is more than the {self.total_epochs():g} epochs of a trial; lower it or "
+                "raise trial.epochs"
+            )
+
+    def _points_to_check(self) -> Iterator[tuple[str, Values]]:
+        """(name for messages, point): each choice beside the others' first ones, and all points of a small space."""
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
+                yield name, self.space.first() | {dimension.key: choice}
+        if self.space.size <= MAX_CHECKED_POINTS:
+            yield from ((shown(self.space.describe(point)), point) for point in self.space.points())
+
+    def _check_point(self, point: Mapping[str, object]) -> None:
+        """Builds the configurations and the model of a point. Raises an error if no trial can run it."""
+        config = self.trial_config(point, self.config.seeds[0])
+        parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
+        require_possible_model(config)
+        if config.evaluation.precision == "auto":
+            raise UserError(
+                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
+            )
+        if config.evaluation.constraints is not None and not self.reports_validation:
+            raise UserError(
+                "evaluation.constraints is set, and a search captions score_split without constraints; remove one of "
                 "them"
             )
 
@@ -428,28 +399,14 @@ class Search:
         if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
             raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
         for fixed in flatten(self.config.trial.set):
-            # one key is the other or contains it
-            if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):
+            if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):  # one contains the other
                 raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
         if section != "stages" or not parts:
             return
         if parts[0] in {stage.name for stage in self.base.stages} - set(self.stages):
             raise UserError(f"space.{key}: no trial runs the stage {parts[0]}; add it to trial.stages")
-        if parts[-1] == "epochs":
-            if self.config.trial.epochs is not None:
-                raise UserError(f"space.{key}: trial.epochs gives all trials the same; leave one of them out")
-            if self.config.scheduler is not None:
-                raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
-
-    def _check_point(self, point: Mapping[str, object], name: str, *, model: bool) -> None:
-        """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
-        try:
-            config = self.trial_config(point, self.config.seeds[0])
-            parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
-            if model:
-                require_possible_model(config)
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"{name} is refused: {error}") from error
+        if parts[-1] == "epochs" and (self.config.trial.epochs is not None or self.config.scheduler is not None):
+            raise UserError(f"space.{key}: trial.epochs and a scheduler need trials of one length; leave them out")
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> Values:
