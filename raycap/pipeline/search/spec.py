@@ -226,6 +226,13 @@ class Search:
         self.base = parse_config(base)
         self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
         self.stages = self._stages()
+        self.score_split = config.score_split or self.base.data.val_split  # the split whose scores are reported
+        # whether the reported scores are those by which weights and points are chosen
+        self.reports_validation = self.score_split == self.base.data.val_split
+        # whether trials copy weights from each other
+        self.is_population = config.scheduler is not None and config.scheduler.name == "pbt"
+        # the resources of each worker of a trial under Ray's names
+        self.bundle = {"CPU": config.resources.cpus, "GPU": config.resources.gpus, **self.base.workers.resources}
         # the cost in tables and plots; only ExpansionNet v2's paper counts as `macs` does
         self.cost = "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
         if "macs" in config.objectives and self.cost != "macs":
@@ -246,16 +253,6 @@ class Search:
                 f"configuration's, which are {', '.join(known)}"
             )
         return tuple(name for name in known if name in selected)
-
-    @property
-    def score_split(self) -> str:
-        """The split whose scores are reported."""
-        return self.config.score_split or self.base.data.val_split
-
-    @property
-    def reports_validation(self) -> bool:
-        """Whether the reported scores are those by which weights and points are chosen."""
-        return self.score_split == self.base.data.val_split
 
     def reported(self, metric: str) -> str:
         """The name of a metric on `score_split` in a trial's record: `test CIDEr-D`, or `CIDEr-D` for validation."""
@@ -295,21 +292,10 @@ class Search:
             set_value(values, "backbone.weights", weights, "backbone")
         return parse_config(values)
 
-    @property
-    def bundle(self) -> dict[str, float]:
-        """The resources of each worker of a trial under Ray's names."""
-        resources = self.config.resources
-        return {"CPU": resources.cpus, "GPU": resources.gpus, **self.base.workers.resources}
-
     def without_tracker(self) -> Search:
         """The search for the processes of its trials, which need no tracker, whose URI may hold a password."""
         values = {key: value for key, value in self.values.items() if key != "tracking"}
         return Search(self.config.model_copy(update={"set": {}}), values)  # the values contain those of `set`
-
-    @property
-    def is_population(self) -> bool:
-        """Whether trials copy weights from each other."""
-        return self.config.scheduler is not None and self.config.scheduler.name == "pbt"
 
     @property
     def num_trials(self) -> int | None:
