@@ -35,7 +35,8 @@ def distribution(dimension: Dimension) -> Any:
     if dimension.choices:
         return CategoricalDistribution(list(dimension.choices))
     if dimension.integer:
-        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log, step=int(dimension.step or 1))
+        low, high, step = map(int, (dimension.low, dimension.high, dimension.step or 1))
+        return IntDistribution(low, high, log=dimension.log, step=step)
     return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
 
 

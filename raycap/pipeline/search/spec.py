@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -63,7 +63,7 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
 # Keys of these sections that may be searched, because no feature depends on them
 SEARCHABLE_EXCEPTIONS = {"data.min_count"}
 # Population based training may search these model keys, because they do not change the shape of a weight.
-WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
+KEEP_SHAPES = {"model.dropout", "model.expansion_dropout"}
 
 
 class TrialSection(Section):
@@ -204,8 +204,8 @@ class SearchConfig(Section):
         if len(self.seeds) > 1 or self.resources.workers > 1:
             raise ValueError("scheduler pbt needs one seed, and one worker per trial")
         for key in self.space:
-            changes_weights = key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in WEIGHT_COMPATIBLE)
-            if changes_weights or key.endswith(".ema"):
+            changes_shapes = key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in KEEP_SHAPES)
+            if changes_shapes or key.endswith(".ema"):
                 raise ValueError(
                     f"space.{key}: scheduler pbt copies weights, their averages and steps between trials, which needs "
                     f"equal {key}; search it with tpe or nsga2"
