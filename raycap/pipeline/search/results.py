@@ -130,7 +130,7 @@ def heading(search: Search, name: str) -> str:
     It includes a cost's unit, and the split of a score, unless the search reports validation scores only.
     """
     if name in COSTS:
-        return COSTS[name][0]
+        return COSTS[name].heading
     is_validation = name in (SCORE, *search.config.metrics)
     return f"{search.base.data.val_split} {name}" if is_validation and not search.reports_validation else name
 
@@ -153,7 +153,7 @@ def selection_note(search: Search) -> str:
 
 def unit(name: str) -> float:
     """The number by which tables and plots divide the score or cost `name`; 1 for scores."""
-    return COSTS[name][1] if name in COSTS else 1
+    return COSTS[name].unit if name in COSTS else 1
 
 
 def format_cell(name: str, value: float | None, spread: float | None = None) -> str:

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -42,13 +42,21 @@ from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_s
 MAX_SEEDS = 1000
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
 SCORE = "CIDEr-D"  # the score that every validation reports
-# The costs, each with its heading in tables and plots, and the number by which they divide it
+
+
+class CostFormat(NamedTuple):
+    """The heading of a cost in tables and plots, and the number by which they divide it."""
+
+    heading: str
+    unit: float = 1
+
+
 COSTS = {
-    "macs": ("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
-    "macs_executed": ("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
-    "macs_beam_search": ("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
-    "parameters": ("k parameters", 1e3),  # of the captioner without its backbone
-    "seconds": ("s training", 1.0),
+    "macs": CostFormat("MMACs", 1e6),  # multiply-accumulates per image as ExpansionNet v2's paper counts them
+    "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
+    "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
+    "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
+    "seconds": CostFormat("s training"),
 }
 FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
     "name": "a trial's name is derived from the search's",
