@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -40,7 +40,7 @@ from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
 
 MAX_SEEDS = 1000
-MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
+MAX_CHECKED_POINTS = 1000  # in a space of at most this size, the configuration of every point is checked
 SCORE = "CIDEr-D"  # the score that every validation reports
 
 
@@ -351,11 +351,13 @@ class Search:
                 f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
                 f"of data.test_splits ({', '.join(data.test_splits)})"
             )
-        for name, point in self._points_to_check():
-            try:
-                self._check_point(point)
-            except (ValueError, RuntimeError) as error:
-                raise UserError(f"{name} is refused: {error}") from error
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():  # with the first choices of the other dimensions
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
+                self._check_point(self.space.first() | {dimension.key: choice}, name, has_model=True)
+        if self.space.size <= MAX_CHECKED_POINTS:
+            for point in self.space.points():  # without its model, which takes 20 ms
+                self._check_point(point, shown(self.space.describe(point)), has_model=False)
         scheduler, key = self.config.scheduler, "every_epochs" if self.is_population else "grace_epochs"
         if scheduler is not None and (first := getattr(scheduler, key)) > self.total_epochs():
             raise UserError(
@@ -363,28 +365,24 @@ class Search:
                 "raise trial.epochs"
             )
 
-    def _points_to_check(self) -> Iterator[tuple[str, Values]]:
-        """(name for messages, point): each choice beside the others' first ones, and all points of a small space."""
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():
-                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
-                yield name, self.space.first() | {dimension.key: choice}
-        if self.space.size <= MAX_CHECKED_POINTS:
-            yield from ((shown(self.space.describe(point)), point) for point in self.space.points())
-
-    def _check_point(self, point: Mapping[str, object]) -> None:
-        """Builds the configurations and the model of a point. Raises an error if no trial can run it."""
-        config = self.trial_config(point, self.config.seeds[0])
-        parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
-        require_possible_model(config)
+    def _check_point(self, point: Mapping[str, object], name: str, *, has_model: bool) -> None:
+        """Builds the configurations of a point and, with `has_model`, its model; an error calls the point `name`."""
+        try:
+            config = self.trial_config(point, self.config.seeds[0])
+            parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
+            if has_model:
+                require_possible_model(config)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"{name} is refused: {error}") from error
         if config.evaluation.precision == "auto":
             raise UserError(
-                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
+                f"{name}: evaluation.precision is auto, and trials are compared in one precision; set it to float32 or "
+                "bfloat16"
             )
         if config.evaluation.constraints is not None and not self.reports_validation:
             raise UserError(
-                "evaluation.constraints is set, and a search captions score_split without constraints; remove one of "
-                "them"
+                f"{name}: evaluation.constraints is set, and a search captions score_split without constraints; remove "
+                "one of them"
             )
 
     def _check_key(self, key: str) -> None:
