@@ -376,13 +376,12 @@ class Search:
             raise UserError(f"{name} is refused: {error}") from error
         if config.evaluation.precision == "auto":
             raise UserError(
-                f"{name}: evaluation.precision is auto, and trials are compared in one precision; set it to float32 or "
-                "bfloat16"
+                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
             )
         if config.evaluation.constraints is not None and not self.reports_validation:
             raise UserError(
-                f"{name}: evaluation.constraints is set, and a search captions score_split without constraints; remove "
-                "one of them"
+                "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
+                "them"
             )
 
     def _check_key(self, key: str) -> None:
