@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -110,15 +110,15 @@ def _run_trials(
     from raycap.jobs.tune.tuner import Progress, make_tuner, records_of
 
     _start_ray(search, address)
-    shown: dict[str, str] = {}  # the last line about each trial
+    last: dict[str, TrialRecord] = {}  # by the trial's id
 
-    def on_change(record: TrialRecord, records: Sequence[TrialRecord]) -> None:
-        line = trial_line(search, record)
-        if shown.get(record.trial_id) == line:
-            return
-        shown[record.trial_id] = line
-        logger.info(line)
-        folder.write(records)
+    def on_change(record: TrialRecord) -> None:
+        before = last.get(record.trial_id)
+        last[record.trial_id] = record
+        if before != record:
+            logger.info(trial_line(search, record))
+        if before is None or (before.state, before.run) != (record.state, record.run):
+            folder.write([record])
 
     Progress.on_change = staticmethod(on_change)
     Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())

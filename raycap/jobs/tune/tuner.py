@@ -69,13 +69,13 @@ def make_tuner(
         variants[SEED] = tune.grid_search(list(search.config.seeds))
     elif search.is_population:
         variants = {dimension.key: _domain(dimension) for dimension in dimensions} | {SEED: search.config.seeds[0]}
-    hours = search.config.budget.hours
+    hours, scheduler = search.config.budget.hours, _scheduler(search)
     return tune.Tuner(
         trainable,
         param_space=variants,
         tune_config=tune.TuneConfig(
             search_alg=None if variants else PointSearcher(search, _points(folder.records())),
-            scheduler=_scheduler(search),
+            scheduler=scheduler,
             num_samples=1 if is_grid else search.config.budget.trials or -1,
             max_concurrent_trials=concurrent,
             time_budget_s=None if hours is None else 3600 * hours,
@@ -87,7 +87,7 @@ def make_tuner(
             name=name,
             storage_path=path,
             storage_filesystem=filesystem,
-            callbacks=[Progress()],
+            callbacks=[Progress(scheduler)],
             failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
             checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             verbose=0,
@@ -217,41 +217,45 @@ def train_on_workers(job: StageJob, context: Context) -> None:
 
 
 class Progress(tune.Callback):
-    """Passes the trials to `on_change` whenever one starts, reports or ends, and calls `on_step` at each step.
+    """Passes a trial to `on_change` when it starts, reports or ends, and calls `on_step` at each step.
 
-    `Tuner.restore` takes no callbacks and brings back those of the killed process, so the class has the listeners.
+    `Tuner.restore` takes no callbacks and brings back those of the killed process, so the class has the listeners. Ray
+    Tune stores the state of callbacks, but that of no scheduler, so this callback stores what ASHA has compared.
     """
 
-    on_change: ClassVar[Callable[[TrialRecord, Sequence[TrialRecord]], None]]
+    on_change: ClassVar[Callable[[TrialRecord], None]]
     on_step: ClassVar[Callable[[], None]]
+
+    def __init__(self, scheduler: TrialScheduler) -> None:
+        self.scheduler = scheduler
+
+    def get_state(self) -> Values | None:
+        return vars(self.scheduler) if isinstance(self.scheduler, ASHAScheduler) else None
+
+    def set_state(self, state: Values) -> None:
+        vars(self.scheduler).update(state)
 
     def on_step_begin(self, iteration: int, trials: Any, **_: object) -> None:
         type(self).on_step()
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
-        self._changed(trial, trials)
+        self._changed(trial)
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Values, **_: object) -> None:
-        self._changed(trial, trials)
+        self._changed(trial)
+
+    def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
+        logger.warning(f"trial {trial.trial_id}  is repeated from its last checkpoint: {reason_of(trial.get_error())}")
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
-        self._changed(trial, trials, has_ended=True)
+        self._changed(trial, has_ended=True)
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
-        self._changed(trial, trials, has_ended=True)
+        self._changed(trial, has_ended=True)
 
-    def _changed(self, trial: Any, trials: Any, *, has_ended: bool = False) -> None:
-        records = {
-            each.trial_id: record_of(
-                each.trial_id,
-                each.config,
-                each.last_result,
-                each.get_error(),
-                each.is_finished() or (each is trial and has_ended),
-            )
-            for each in trials
-        }
-        type(self).on_change(records[trial.trial_id], list(records.values()))
+    def _changed(self, trial: Any, *, has_ended: bool = False) -> None:
+        error = trial.get_error() if has_ended else None
+        type(self).on_change(record_of(trial.trial_id, trial.config, trial.last_result, error, has_ended))
 
 
 def record_of(

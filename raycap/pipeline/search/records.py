@@ -131,13 +131,13 @@ class SearchFolder:
         return read_records(file.read_bytes(), str(file)) if file.exists() else []
 
     def write(self, records: Sequence[TrialRecord]) -> None:
-        """Replaces the present experiment's trials in trials.json, and earlier ones of equal point and seed."""
+        """Adds trials to trials.json, in place of those with the same id, or with the same point and seed."""
         ids = {record.trial_id for record in records}
-        tried = {(point_key(record.point), record.seed) for record in records}
-        earlier = [
+        points = {(point_key(record.point), record.seed) for record in records}
+        others = [
             record
             for record in self.records()
-            if record.trial_id not in ids and (point_key(record.point), record.seed) not in tried
+            if record.trial_id not in ids and (point_key(record.point), record.seed) not in points
         ]
-        values = [dataclasses.asdict(record) for record in [*earlier, *records]]
+        values = [dataclasses.asdict(record) for record in [*others, *records]]
         (self.root / TRIALS).write_bytes(json.dumps(values, indent=1).encode())
