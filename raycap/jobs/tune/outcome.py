@@ -10,7 +10,14 @@ from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.search.ablations import comparisons
 from raycap.pipeline.search.records import SearchFolder, TrialRecord, count
 from raycap.pipeline.search.report import importances, write_page
-from raycap.pipeline.search.results import front, leaderboard_text, point_results, write_configurations, write_tables
+from raycap.pipeline.search.results import (
+    front,
+    leaderboard_text,
+    point_results,
+    result_files,
+    write_configurations,
+    write_tables,
+)
 from raycap.pipeline.search.space import short
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.tracking import track_search
@@ -23,7 +30,7 @@ def write_outcome(search: Search, folder: SearchFolder, records: Sequence[TrialR
     results = point_results(search, records)
     best = front(results, search.config.objectives)
     write_tables(folder.path, search, results, best)
-    paths = write_configurations(folder.path, search, results, best)
+    write_configurations(folder.path, search, results, best)
     folder.push()  # before the decorations, which may fail
     logger.info(f"\n{leaderboard_text(search, results, best)}\n")
     decorations = Decorations()
@@ -39,11 +46,7 @@ def write_outcome(search: Search, folder: SearchFolder, records: Sequence[TrialR
         write_page(folder.path, search, results, best)
     folder.push()
     succeeded, failed = count(records, "finished", "stopped"), count(records, "failed")
-    logger.info(f"tables       {folder.root / 'trials.parquet'} and trials.csv")
-    pictures = [name for name in ("search.html", "pareto.png") if (folder.path / name).is_file()]
-    logger.info(f"pages        {', '.join(pictures) or 'none'} in {folder.root}")
-    if paths:
-        logger.info(f"to run       {', '.join(path.name for path in paths)} in {folder.root}")
+    logger.info(f"results      {', '.join(path.name for path in result_files(folder.path))} in {folder.root}")
     track_search(search, folder.path, records)
     if failed:
         first = next(record for record in records if record.state == "failed")

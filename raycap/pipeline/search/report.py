@@ -16,11 +16,12 @@ from raycap.pipeline.search.results import (
     heading,
     leaderboard,
     objectives_text,
+    public_settings,
     selection_note,
 )
 from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
 from raycap.pipeline.search.space import short
-from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.spec import SCORE, Search, flatten
 from raycap.pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
@@ -52,7 +53,7 @@ def write_page(folder: Path, search: Search, results: Sequence[PointResult], on_
             for record in records
             if record.state == "failed"
         ],
-        metadata=_metadata(search),
+        metadata={"base": search.base.name} | flatten(public_settings(search)),
     )
     write_text(path, text)
     return path
@@ -64,13 +65,13 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
     instead of the main objective, because scores after different epochs are not comparable.
     """
+    main = search.config.main_objective
     usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
-    values = [record.value(search.config.main_objective) for record in usable]
-    source = f"of {heading(search, search.config.main_objective)} over {len(usable)} trials"
+    values = [record.value(main) for record in usable]
+    source = f"of {heading(search, main)} over {len(usable)} trials"
     if any(record.state == "stopped" for record in usable):
         scores = [dict(record.reports) for record in usable]
-        common_epochs = set.intersection(*map(set, scores))
-        epoch = max(common_epochs, default=-1.0)  # without a common epoch no trial has a value
+        epoch = max(set.intersection(*map(set, scores)), default=-1.0)  # without a common epoch no trial has a value
         values = [score.get(epoch) for score in scores]
         source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
     rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
@@ -78,21 +79,3 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     if not shares:
         return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
     return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."
-
-
-def _metadata(search: Search) -> dict[str, str]:
-    """The settings of the search, as the page lists them."""
-    config, base = search.config, search.base
-    budget = ", ".join(f"{name} {value}" for name, value in config.budget.model_dump().items() if value is not None)
-    return {
-        "base": f"{config.base} ({base.name})",
-        "algorithm": config.algorithm,
-        "early stopping": config.scheduler.describe() if config.scheduler else "none",
-        "budget": budget or "the whole grid",
-        "chosen on": base.data.val_split,
-        "reported on": search.score_split,
-        "seeds": ", ".join(map(str, config.seeds)),
-        "resources per trial": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),
-        "epochs per trial": f"{search.total_epochs():g} of {', '.join(search.stages)}",
-        "space": "; ".join(search.space.keys),
-    }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.search.records import TrialRecord
-from raycap.pipeline.search.results import trial_name
+from raycap.pipeline.search.results import public_settings, result_files, trial_name
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.tracking.mlflow_client import (
     experiment_of,
@@ -21,9 +21,6 @@ from raycap.pipeline.tracking.mlflow_client import (
 )
 
 logger = logging.getLogger(__name__)
-
-PUBLISHED_FILES = ("search.html", "pareto.png", "trials.csv", "trials.parquet", "best.yaml")
-PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because they may hold passwords or local paths
 
 
 def track_search(search: Search, folder: Path, records: Sequence[TrialRecord]) -> None:
@@ -51,17 +48,15 @@ def _send(search: Search, folder: Path, records: Sequence[TrialRecord]) -> None:
     client = tracking_client(search.base)
     experiment, tags = experiment_of(client, search.base), {"raycap.search": folder.name}
     parent = get_or_create_run(client, experiment, {"mlflow.runName": folder.name}, tags)
-    settings = search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
-    log_params(client, parent, {key: str(value) for key, value in settings.items()})
+    log_params(client, parent, {key: str(value) for key, value in public_settings(search).items()})
     for record in records:
         match = {"mlflow.parentRunId": parent, "mlflow.runName": trial_name(search, record)}
         run_id = get_or_create_run(client, experiment, match, tags)
         values = search.space.changes(record.point) | {"seed": record.seed}
         log_params(client, run_id, {key: str(value) for key, value in values.items()})
         _send_trial(client, record, run_id)
-    for file in [*PUBLISHED_FILES, *(path.name for path in sorted(folder.glob("front-*.yaml")))]:
-        if (folder / file).is_file():
-            client.log_artifact(parent, str(folder / file))
+    for file in result_files(folder):
+        client.log_artifact(parent, str(file))
     client.set_terminated(parent, "FINISHED" if any(record.state != "failed" for record in records) else "FAILED")
 
 

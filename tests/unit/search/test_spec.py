@@ -31,13 +31,15 @@ def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 12 rows are those of Table I, in order; a trial is the recipe's first stage, validated with beam 3."""
-    from raycap.pipeline.evaluation.comparison.published import ablation
+    from raycap.pipeline.evaluation.comparison.published import published_tables
 
     monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
     search = load_search(ROOT / "raycap" / "configs" / "search_table1.yaml")
     configs = [search.trial_config(point, 0) for point in search.space.points()]
-    settings = [(config.model.static_expansion, config.model.dynamic_expansion) for config in configs]
-    assert settings == [(row.static_expansion, row.dynamic_expansion) for row in ablation()]
+    (table,) = published_tables("expansionnet_v2")
+    assert [{key: getattr(config.model, key) for key in table.keys} for config in configs] == [
+        row.settings for row in table.rows
+    ]
     assert {(c.evaluation.beam_size, c.stages[0].epochs, len(c.stages), c.stages[0].lr) for c in configs} == {
         (3, 8, 1, 2e-4)
     }
@@ -53,12 +55,12 @@ def test_the_ablation_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_other_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The points are the published rows, in order; each trains the whole recipe."""
-    from raycap.pipeline.evaluation.comparison.published import printed_tables
+    from raycap.pipeline.evaluation.comparison.published import published_tables
 
     for variable in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
         monkeypatch.setenv(variable, "/somewhere")
     search = load_search(ROOT / "raycap" / "configs" / f"{name}.yaml")
-    table = next(each for each in printed_tables(search.config.compare) if each.title.startswith(title))
+    table = next(each for each in published_tables(search.config.compare) if each.title.startswith(title))
     models = [search.trial_config(point, 0).model for point in search.space.points()]
     assert [{key: getattr(model, key) for key in table.keys} for model in models] == [
         row.settings for row in table.rows
