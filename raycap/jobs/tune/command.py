@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from raycap.jobs.journal_printer import format_duration
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
@@ -25,7 +26,7 @@ from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, why_unavailab
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import readable
-from raycap.pipeline.search.records import ENDED, SearchFolder, SearchPlan, TrialRecord, count, minutes
+from raycap.pipeline.search.records import ENDED, SearchFolder, SearchPlan, TrialRecord, count
 from raycap.pipeline.search.results import selection_note, trial_line
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
 from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
@@ -66,7 +67,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     from raycap.jobs.tune.outcome import write_outcome
 
     with alone(folder.path), _lease(folder) as lease:
-        folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
@@ -74,7 +74,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
             lease.check()  # the extraction may have taken hours
         _log_plan(search, folder)
         code = write_outcome(search, folder, _run_trials(search, plan, folder, lease, address, retry_failed))
-    logger.info(f"finished in {minutes(time.monotonic() - begin)}")
+    logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return code
 
 

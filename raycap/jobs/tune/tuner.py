@@ -26,6 +26,7 @@ from ray.tune.schedulers import (
     PopulationBasedTraining,
     TrialScheduler,
 )
+from ray.tune.search import BasicVariantGenerator
 
 from raycap.jobs.train import StageFailedError, failure_file, fit
 from raycap.jobs.tune.searcher import SEED, PointSearcher
@@ -61,26 +62,25 @@ def make_tuner(
     name = _experiment(search)
     resources = tune.PlacementGroupFactory([_resources(search)])
     trainable: Any = tune.with_resources(tune.with_parameters(train_trial, plan=plan), resources)
-    is_grid, dimensions = search.config.algorithm == "grid", search.space.dimensions
     if _can_restore(f"{path}/{name}", filesystem):
         return tune.Tuner.restore(
             f"{path}/{name}", trainable, resume_errored=retry, storage_filesystem=filesystem, param_space=None
         )
-    variants: Values = {}
-    if is_grid:
-        variants = {dimension.key: tune.grid_search(dimension.listed() or []) for dimension in dimensions}
-        variants[SEED] = tune.grid_search(list(search.config.seeds))
-    elif search.is_population:
-        variants = {dimension.key: _domain(dimension) for dimension in dimensions} | {SEED: search.config.seeds[0]}
+    variants = _variants(search)
+    searcher: Any
+    if variants:
+        searcher = BasicVariantGenerator(max_concurrent=concurrent or 0, random_state=search.config.seed)
+    else:
+        searcher = PointSearcher(search, _points(folder.records()))
     hours, scheduler = search.config.budget.hours, _scheduler(search)
     return tune.Tuner(
         trainable,
         param_space=variants,
         tune_config=tune.TuneConfig(
-            search_alg=None if variants else PointSearcher(search, _points(folder.records())),
+            search_alg=searcher,
             scheduler=scheduler,
-            num_samples=1 if is_grid else search.config.budget.trials or -1,
-            max_concurrent_trials=concurrent,
+            num_samples=1 if search.config.algorithm == "grid" else search.config.budget.trials or -1,
+            max_concurrent_trials=None if variants else concurrent,
             time_budget_s=None if hours is None else 3600 * hours,
             reuse_actors=True,
             trial_name_creator=trial_id_of,
@@ -122,6 +122,17 @@ def _can_restore(path: str, filesystem: pyarrow.fs.FileSystem | None) -> bool:
         return False
     # The others are pickles, also those called .json, and end with a full stop: the tuner, its points and callbacks.
     return len(contents) > 1 and all(content.endswith(b".") for content in contents.values())
+
+
+def _variants(search: Search) -> Values:
+    """Ray Tune's own description of a grid or of a population's initial points. {} if Optuna proposes the points."""
+    config, dimensions = search.config, search.space.dimensions
+    if config.algorithm == "grid":
+        grid = {dimension.key: tune.grid_search(dimension.listed() or []) for dimension in dimensions}
+        return grid | {SEED: tune.grid_search(list(config.seeds))}
+    if search.is_population:
+        return {dimension.key: _domain(dimension) for dimension in dimensions} | {SEED: config.seeds[0]}
+    return {}
 
 
 def _experiment(search: Search) -> str:

@@ -9,6 +9,7 @@ A trial is one point with one seed.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.search.space import point_key
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
-from raycap.pipeline.storage.atomic import decode_json, write_json
+from raycap.pipeline.storage.atomic import decode_json
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
@@ -108,7 +109,7 @@ class SearchPlan:
 class SearchFolder:
     """The folder of one search. The driver writes it.
 
-    path: the local folder. home: the original on S3, of which `path` is the driver's copy; None for a local storage.
+    path: the local folder, where the results are made. home: the original on S3; None for a local storage.
     """
 
     path: Path
@@ -119,21 +120,15 @@ class SearchFolder:
         """The location of the original folder, which every machine can reach."""
         return self.home or storage_path(self.path)
 
-    def push(self, under: str = "") -> None:
-        """Uploads the files below `under`. Does nothing for a local storage."""
+    def push(self) -> None:
+        """Uploads the results. Does nothing for a local storage."""
         if self.home is not None:
-            Mirror(self.home, self.path).push(under)
-
-    def pull(self) -> None:
-        """Brings the driver's copy of trials.json and of the tracker's record up to date."""
-        if self.home is not None:
-            for name in (TRIALS, "log"):
-                Mirror(self.home, self.path).pull(name)
+            Mirror(self.home, self.path).push()
 
     def records(self) -> list[TrialRecord]:
         """The trials of all experiments so far. Raises DamagedError for a damaged file."""
-        file = self.path / TRIALS
-        return read_records(file.read_bytes(), str(file)) if file.is_file() else []
+        file = self.root / TRIALS
+        return read_records(file.read_bytes(), str(file)) if file.exists() else []
 
     def write(self, records: Sequence[TrialRecord]) -> None:
         """Adds trials to trials.json, in place of those with the same id, or with the same point and seed."""
@@ -144,10 +139,5 @@ class SearchFolder:
             for record in self.records()
             if record.trial_id not in ids and (point_key(record.point), record.seed) not in points
         ]
-        write_json(self.path / TRIALS, [dataclasses.asdict(record) for record in [*others, *records]])
-        self.push(TRIALS)
-
-
-def minutes(seconds: float) -> str:
-    """A duration for log lines, in seconds below 90 s, else in minutes."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+        values = [dataclasses.asdict(record) for record in [*others, *records]]
+        (self.root / TRIALS).write_bytes(json.dumps(values, indent=1).encode())

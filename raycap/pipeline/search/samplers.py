@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,30 +17,26 @@ def make_sampler(search: Search) -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    config = search.config
-    num_points = ASSUMED_POINTS if search.num_trials is None else max(1, search.num_trials // len(config.seeds))
-    population = config.population or max(4, min(50, num_points // 4))
-    if config.algorithm == "random":
-        return optuna.samplers.RandomSampler(seed=config.seed)
-    if config.algorithm == "nsga2":
-        return optuna.samplers.NSGAIISampler(population_size=population, seed=config.seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Optuna warns that multivariate and constant_liar are experimental
-        # constant_liar gives running points a bad score, so that concurrent trials get different points
-        return optuna.samplers.TPESampler(
-            seed=config.seed, multivariate=True, constant_liar=True, n_startup_trials=max(4, population)
-        )
+    algorithm, seed = search.config.algorithm, search.config.seed
+    num_points = ASSUMED_POINTS if search.num_trials is None else search.num_trials // len(search.config.seeds)
+    population = max(4, min(50, num_points // 4))
+    if algorithm == "random":
+        return optuna.samplers.RandomSampler(seed)
+    if algorithm == "nsga2":
+        return optuna.samplers.NSGAIISampler(population_size=population, seed=seed)
+    # constant_liar gives running points a bad score, so that concurrent trials get different points
+    return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=population)
 
 
 def distribution(dimension: Dimension) -> Any:
     """Optuna's description of a dimension. Choices are categorical values, named by their labels."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if not dimension.is_range:
-        return CategoricalDistribution(dimension.labels)
+    if dimension.choices:
+        return CategoricalDistribution(list(dimension.choices))
     if dimension.integer:
-        ends = int(dimension.low), int(dimension.high)
-        return IntDistribution(*ends, log=dimension.log, step=int(dimension.step or 1))
+        low, high, step = map(int, (dimension.low, dimension.high, dimension.step or 1))
+        return IntDistribution(low, high, log=dimension.log, step=step)
     return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
 
 
