@@ -51,7 +51,7 @@ def told(searcher: PointSearcher) -> list[list[float] | None]:
 @pytest.mark.parametrize("algorithm", ["nsga2", "tpe"])
 def test_optuna_finds_the_known_front(tmp_path: Path, algorithm: str) -> None:
     """It tries 60 of 100 points. A random sample would contain all five of the front with probability 1/13."""
-    searcher = searcher_of(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 60}, population=8)
+    searcher = searcher_of(tmp_path, space=CHOICES, algorithm=algorithm, budget={"trials": 60})
     tried = proposals(searcher, 60, known_optimum)
     assert len({point_key(point) for point in tried}) == 60, "no point is tried twice"
     best = {point[G] for point in tried if (point[N_E], round(point[LR], 6)) == ("4", 0.003)}
@@ -120,7 +120,7 @@ def test_earlier_points_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["random", "nsga2", "tpe"])
 def test_a_restored_searcher_proposes_the_same(tmp_path: Path, algorithm: str) -> None:
     """It was saved between the two seeds of a point, while a trial ran."""
-    changes = {"space": CHOICES, "algorithm": algorithm, "budget": {"trials": 40}, "seeds": 2, "population": 6}
+    changes = {"space": CHOICES, "algorithm": algorithm, "budget": {"trials": 40}, "seeds": 2}
     searcher = searcher_of(tmp_path, **changes)
     proposals(searcher, 20, known_optimum)
     searcher.suggest("running")
