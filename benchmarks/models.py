@@ -21,7 +21,7 @@ from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS
 from raycap.models.config import ExpansionNetConfig, ModelSizes
 from raycap.models.decoding.search import Captions, beam_search, sample
 from raycap.models.expansionnet import DynamicExpansion, ExpansionNet, StaticExpansion
-from raycap.pipeline.evaluation.comparison.published import ablation
+from raycap.pipeline.evaluation.comparison.published import published_tables
 from raycap.pipeline.runtime.processor import prepare_processor
 
 from measuring import Threads
@@ -195,14 +195,14 @@ def _print_costs() -> None:
         "| G | N_E | Table VI | same accounting | as executed | beam search | parameters |\n"
         "|---|---:|---:|---:|---:|---:|---:|"
     )
-    for row in ablation():
-        groups, vectors, published = row.static_expansion, row.dynamic_expansion, row.macs
+    for row in published_tables("expansionnet_v2")[0].rows:
+        groups, vectors, published = row.settings["static_expansion"], row.settings["dynamic_expansion"], row.macs
         counted = cost(
             ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors), TABLE_6_SIZES,
             image_tokens=TABLE_6_IMAGE_TOKENS, caption_tokens=TABLE_6_CAPTION_TOKENS, beams=BEAMS,
             steps=CAPTION_TOKENS - 1,
         )  # fmt: skip
-        assert counted.paper is not None
+        assert counted.paper is not None and published is not None
         paper, executed, searched = (
             macs * TABLE_6_IMAGES / 1e12 for macs in (counted.paper, counted.executed, counted.beam_search)
         )

@@ -25,9 +25,9 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
 from raycap.pipeline.evaluation.evaluate import common_settings
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, Table, report_html
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
-from raycap.pipeline.evaluation.reports.tables import Rows, format_table
+from raycap.pipeline.evaluation.reports.tables import Rows, Table, format_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runtime.log import Decorations

@@ -33,7 +33,7 @@ from raycap.pipeline.runs.folder import RunMetadata, try_lock
 from raycap.pipeline.runs.preflight import storage_errors
 from raycap.pipeline.runtime.names import expanded_path, one_line, printable, shown
 from raycap.pipeline.runtime.secrets import remember_address, without_secrets
-from raycap.pipeline.search.trials import ENDED
+from raycap.pipeline.search.records import ENDED, TRIALS, read_records
 from raycap.pipeline.storage.digests import DIGESTS, digests_in
 from raycap.pipeline.storage.lease import LeaseRecord
 from raycap.pipeline.storage.path import Entry, StoragePath, storage_path
@@ -292,11 +292,11 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
 
 def _read_search(storage: StoragePath, entry: Content) -> None:
     """Sets the state of a search, the runs that it needs, and the number of its trials that have ended, as in 3/12."""
-    place, records = storage / entry.path, sorted(filter(TRIAL.fullmatch, entry.files))
-    entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": f"?/{len(records)}"}
-    trials = [_read_record(place / record) for record in records]
-    entry.needs = {PurePosixPath(trial["run"]).name for trial in trials if trial["run"]}
-    entry.facts["trials"] = f"{sum(trial['state'] in ENDED for trial in trials)}/{len(trials)}"
+    place = storage / entry.path
+    entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": "?"}
+    trials = read_records((place / TRIALS).read_bytes(MAX_RECORD_BYTES), str(place / TRIALS))
+    entry.needs = {PurePosixPath(trial.run).name for trial in trials if trial.run}
+    entry.facts["trials"] = f"{sum(trial.state in ENDED for trial in trials)}/{len(trials)}"
 
 
 def _read_champion(storage: StoragePath, entry: Content) -> None:

@@ -12,6 +12,7 @@ import shutil
 import struct
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.captioning.service import CaptionService
+from raycap.pipeline.search.records import TrialRecord, read_records
 from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.storage.lease import LeaseRecord, take_lease
 from raycap.pipeline.storage.path import StoragePath
@@ -60,6 +62,7 @@ ROWS = [
 ]
 CONSTRAINTS = [{"image_id": 1, "constraints": ["horse", ["cart", "red wagon"]], "at_least": 1}]
 LEASE = LeaseRecord(token=3, nonce="a", holder="process 1 on host", until=0.0, seconds=0.01).model_dump()
+TRIALS = [asdict(TrialRecord("a", {"G": "4 8"}, 0, "stopped", run="runs/x", reports=[(1.0, 0.5)], costs={"macs": 2.0}))]
 CSV = b'image,id,captions,split\n1.png,1,"[""a cat"", ""cats""]",train\n2.png,2,a dog,val\n'
 
 # Values of every type, in place of the expected one.
@@ -265,6 +268,7 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     "checkpoint.pth": of_checkpoint("checkpoint.pth"),
     "tokens.pickle": of_checkpoint("tokens.pickle"),
     "lease.json": of_document(LEASE, lambda path: take_lease(StoragePath(str(path)), 0.01, above=2)),
+    "trials.json": of_document(TRIALS, lambda path: read_records(path.read_bytes(), path.name)),
     "demo.yaml": of_config("demo.yaml", load_config),
     "clustformer_regions_coco.yaml": of_config("clustformer_regions_coco.yaml", load_config),
     "search_demo.yaml": of_config("search_demo.yaml", load_search),

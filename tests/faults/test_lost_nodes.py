@@ -106,21 +106,52 @@ def test_a_run_survives_the_death_of_its_controller(pair: Cluster, s3: str, undi
     assert "Ray Train's controller died; training resumes" in output and scores(output) == undisturbed
 
 
+def search(cluster: Cluster, url: str, name: str, epochs: int = 20) -> list[str]:
+    """The words of a search with two trials."""
+    cluster.write("base.yaml", settings(url, name))
+    values = {"name": name, "base": "base.yaml", "algorithm": "grid", "space": {"model.dynamic_expansion": [1, 2]}}
+    values["trial"] = {"stages": ["xe_frozen"], "epochs": epochs}
+    return ["tune", cluster.write("search.yaml", values), "--address", cluster.address]
+
+
+def assert_finished_once(output: str, epochs: int = 20) -> None:
+    assert output.count(f"finished at epoch {epochs}") == 2 and "failed" not in output
+    assert output.count("  epoch 10: ") == 2, "no trial starts over"
+
+
 def test_a_search_survives_a_lost_node(pair: Cluster, s3: str) -> None:
     """The lost node's trial resumes from its checkpoint, which is on S3, on the other node."""
-    pair.write("base.yaml", settings(s3, "search"))
-    search = {"name": "lost", "base": "base.yaml", "backbone": {"weights": "base"}, "algorithm": "grid"}
-    search |= {"trial": {"stages": ["xe_frozen"], "epochs": 20}, "space": {"model.dynamic_expansion": [1, 2]}}
 
     def lose_a_node(log: Path) -> None:
-        wait_until(log, lambda text: all(f"trial {number}/2  epoch 2" in text for number in (1, 2)))
+        wait_until(log, lambda text: text.count("  epoch 10: ") == 2)
         pair.kill(next(node for node in pair.nodes[1:] if node.poll() is None))
         pair.join_nodes()
 
-    words = ["tune", pair.write("search.yaml", search), "--address", pair.address]
-    output = pair.raycap(*words, meanwhile=lose_a_node)
-    assert "lost its node; it resumes on another" in output and "resumes from epoch" in output
-    assert output.count("finished at epoch 20") == 2 and "failed" not in output
+    output = pair.raycap(*search(pair, s3, "lost", epochs=200), meanwhile=lose_a_node)
+    assert "is repeated from its last checkpoint" in output
+    assert_finished_once(output, epochs=200)
+
+
+def test_the_driver_of_a_search_is_killed_and_another_node_continues(pair: Cluster, s3: str) -> None:
+    words, log = search(pair, s3, "moved", epochs=100), pair.folder / "moved.txt"
+    program = pair.start(HEAD, [sys.executable, "-m", "raycap", *words], log)
+    wait_until(log, lambda text: "  epoch 20: " in text)
+    pair.kill(program)
+    output = pair.raycap(*words, node=str(len(pair.nodes) - 1))
+    assert output.count("finished at epoch 100") == 2 and "failed" not in output
+    assert output.count("  epoch 10: ") <= 1, "at least one trial continues"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_search_starts_before_its_nodes(s3: str, count: int) -> None:
+    with worker_cluster(0) as cluster:
+
+        def join_nodes(log: Path) -> None:
+            wait_until(log, lambda text: "waiting   " in text)
+            for _ in range(count):
+                cluster.join_node()
+
+        assert_finished_once(cluster.raycap(*search(cluster, s3, f"later-{count}"), meanwhile=join_nodes))
 
 
 def test_a_job_waits_for_nodes_that_come_later(s3: str) -> None:

@@ -35,7 +35,7 @@ class World:
 
     def write_search(self, name: str, resources: dict[str, int], choices: list[int]) -> str:
         """A search with a trial per choice."""
-        search = {"base": "run.yaml", "backbone": {"weights": "base"}, "trial": {"stages": ["xe_frozen"]}}
+        search = {"base": "run.yaml", "trial": {"stages": ["xe_frozen"]}}
         search |= {"resources": resources, "space": {"model.dynamic_expansion": choices}}
         return self.cluster.write(f"{name}.yaml", search | {"name": name, "algorithm": "grid"})
 
@@ -145,7 +145,7 @@ def test_tune(world: World) -> None:
     assert "/" not in lease, "a push of the search's folder must not replace its lease"
     shutil.rmtree(world.cluster.folder / "disks" / HEAD / "disk" / "cache")  # as on a new machine
     again = world.joined("tune", search)
-    assert "continues with 2 trials done and 0 unfinished" in again, "the search is in the storage"
+    assert "continues with 2 of 2 trials done" in again, "the search is in the storage"
 
 
 @pytest.mark.proof
@@ -153,11 +153,11 @@ def test_a_trial_on_two_workers(world: World) -> None:
     """The trial's process runs Ray Train with a worker on each node, and reads their journal from the storage."""
     search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
     output = world.joined("tune", search)
-    assert "2 x 1 CPU, 1 GPU each" in output and re.search(r"N_E 1\s+finished", output)
+    assert re.search(r"N_E 1\s+finished", output)
     names = (world.storage / "searches").list()
     (name,) = {name.split("/")[0] for name in names if name.startswith("workers-") and "/" in name}
-    record = json.loads((world.storage / "searches" / name / "trials/00001.json").read_bytes())
-    assert record["state"] == "finished" and record["attempts"] == 1, record["reason"]
+    (record,) = json.loads((world.storage / "searches" / name / "trials.json").read_bytes())
+    assert record["state"] == "finished", record["reason"]
     assert record["reports"] and record["costs"]["seconds"] > 0
 
 

@@ -75,16 +75,20 @@ def test_another_language(tmp_path: Path) -> None:
 
 
 def test_search_g_and_n_e(tmp_path: Path) -> None:
-    sizes = {f"set__{key}": value for key, value in SMALL_MODEL.items() if not key.startswith("evaluation")}
-    sizes |= {"budget__trials": 2, "population": 2, "trial__epochs": 1}
-    sizes |= {"backbone__set__stages__xe_finetune__epochs": 0.5}
-    size, run = "--set set.data.synthetic.num_images=600", "best.yaml\n"
-    epochs = {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
-    changes = {size: size.replace("600", "60") + with_keys(**sizes), run: f"best.yaml{with_keys(**epochs)}\n"}
+    base = {key: value for key, value in SMALL_MODEL.items() if not key.startswith("evaluation")}
+    base |= {"data__synthetic__num_images": 60} | {f"stages__{stage}__epochs": 0.5 for stage in STAGES}
+    trials = {f"set__{key}": value for key, value in base.items()}
+    trials |= {"budget__trials": 2, "trial__epochs": 1}
+    changes = {
+        " --set data.synthetic.num_images=600": with_keys(**base),
+        " --set set.data.synthetic.num_images=600": with_keys(**trials),
+    }
     outputs = run_page(TUTORIALS / "search_g_and_n_e.md", tmp_path, changes)
-    assert "trials, " in outputs[1]
-    assert {"best.yaml", "pareto.png", "search.html", "trials.csv"} <= set(outputs[2].split())
-    assert "finished in" in outputs[3].splitlines()[-1]
+    assert "finished in" in outputs[0].splitlines()[-1] and "backbone  from the run" in outputs[1]
+    assert "trials, " in outputs[2]
+    assert {"best.yaml", "pareto.png", "search.html", "trials.csv"} <= set(outputs[3].split())
+    assert outputs[4].splitlines()[-1].startswith("2 trials, the best one: {")
+    assert "finished in" in outputs[5].splitlines()[-1]
 
 
 def test_champion_to_page(tmp_path: Path) -> None:

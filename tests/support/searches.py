@@ -1,20 +1,19 @@
-"""Small searches over the shrunken demo configuration, and their trials with synthetic outcomes."""
+"""Small searches over the shrunken demo configuration, and their trials without training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from raycap.pipeline.search.records import TrialRecord
 from raycap.pipeline.search.spec import Search, load_search
-from raycap.pipeline.search.trials import SearchFolder, TrialLog, TrialOutcome
 from tests.conftest import small_config
 
 G, N_E, LR = "model.static_expansion", "model.dynamic_expansion", "stages.xe_frozen.lr"
 SPACE = {G: {"generate": {"groups": [1, 2], "smallest": 4, "largest": 8}}, N_E: [2, 4]}
-Objective = Callable[[dict[str, Any], int], TrialOutcome]  # the outcome of a trial's changes and seed
 
 
 def search_values(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -38,20 +37,24 @@ def small_search(tmp_path: Path, **changes: Any) -> Search:
     return load_search(write_search(tmp_path, **changes))
 
 
-def open_log(search: Search, folder: Path) -> TrialLog:
-    return TrialLog(SearchFolder(folder), search)
+Outcome = Callable[[dict[str, Any], int], dict[str, Any]]  # a record's fields, by the trial's changes and seed
 
 
-def finished(score: float, macs: float, **fields: Any) -> TrialOutcome:
+def finished(score: float, macs: float, **fields: Any) -> dict[str, Any]:
     """A trial that reported half of its score after epoch 1 and the score after epoch 2."""
-    return TrialOutcome("finished", reports=[(1.0, score / 2), (2.0, score)], costs={"macs": macs}, **fields)
+    return {"state": "finished", "reports": [(1.0, score / 2), (2.0, score)], "costs": {"macs": macs}} | fields
 
 
-def run_log(log: TrialLog, objective: Objective, most: int = 1000) -> int:
-    """Runs up to `most` trials one by one. Returns how many have run."""
-    for done in range(most):
-        record = log.start_next()
-        if record is None:
-            return done
-        log.end(record, objective(log.search.space.changes(record.point), record.seed))
-    return most
+def failed(reason: str) -> dict[str, Any]:
+    return {"state": "failed", "reason": reason}
+
+
+def trials_of(search: Search, outcome: Outcome, points: Iterable[dict[str, Any]] | None = None) -> list[TrialRecord]:
+    """The trials of the points (None: all of the space) with each seed of the search."""
+    tried = [
+        (point, seed) for point in (search.space.points() if points is None else points) for seed in search.config.seeds
+    ]
+    return [
+        TrialRecord(f"t{number}", point, seed, **outcome(search.space.changes(point), seed))
+        for number, (point, seed) in enumerate(tried, 1)
+    ]

@@ -72,9 +72,11 @@ class FakeStorage:
 
     def search(self, name: str, **runs: str) -> None:
         """A search with a trial for each run, in the given state."""
-        for number, (run, state) in enumerate(runs.items(), 1):
-            values = {"number": number, "point": {}, "seed": 0, "state": state, "run": f"/old/place/runs/{run}"}
-            self.write(f"searches/{name}/trials/{number:05}.json", values)
+        values = [
+            {"trial_id": run, "point": {}, "seed": 0, "state": state, "run": f"/old/place/runs/{run}"}
+            for run, state in runs.items()
+        ]
+        self.write(f"searches/{name}/trials.json", values)
 
     def bundle(self, name: str) -> None:
         self.write(f"models/{name}/model.safetensors", b"w" * 100)

@@ -1,13 +1,9 @@
-"""`raycap tune`: a search over configuration keys with Ray Tune.
-
-All trials and their results are in the search's log (`pipeline/search/trials.py`). A killed search resumes from it.
-"""
+"""`raycap tune`: a search over configuration keys with Ray Tune, whose experiment is in the search's folder."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from raycap.jobs.journal_printer import format_duration
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
-from raycap.jobs.tune.adapter import run_trials
 from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
@@ -30,11 +26,9 @@ from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, why_unavailab
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import readable
-from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.search.results import front, point_results, selection_note, write_tables
+from raycap.pipeline.search.records import ENDED, SearchFolder, SearchPlan, TrialRecord, count
+from raycap.pipeline.search.results import selection_note, trial_line
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
-from raycap.pipeline.search.tracking import SearchTracker
-from raycap.pipeline.search.trials import ENDED, SearchFolder, SearchPlan, TrialLog, minutes
 from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import weights_file_digest
@@ -51,9 +45,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     check_address(address)
     check_before_writing(search.base)
     require_backbone_file(search)
-    if not address and "RAY_ADDRESS" not in os.environ:
-        # A local Ray has at least two CPUs; its number of GPUs is known and checked after it has started.
-        _check_fits(search, max(os.cpu_count() or 1, 2), math.inf, "this machine")
     inputs = ScoreInputs.read(search.base.evaluation.inputs, search.base.data.language, search.base.data)
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
@@ -63,7 +54,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     dataset = readable(dataset, unreadable, search.base)
     if unreadable:
         logger.warning(f"{len(unreadable)} images cannot be read and are left out")
-    source = find_backbone(search, dataset, address)
+    source = find_backbone(search, dataset)
     digest = "" if source is None else weights_file_digest(source.weights)
     name = search.identity(dataset.fingerprint(), str(RESULTS_VERSION), digest)
     folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
@@ -73,17 +64,17 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         _start_ray(search, address)
         return StallWatch("extraction", search.base.workers)
 
+    from raycap.jobs.tune.outcome import write_outcome
+
     with alone(folder.path), _lease(folder) as lease:
-        folder.pull()
         store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
         plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
         if lease is not None:
             lease.check()  # the extraction may have taken hours
-        if retry_failed and (count := folder.reopen_failed()):
-            logger.info(f"retry     {count} trials that failed run again")
-        code = _run_search(TrialLog(folder, search, lease), plan, address)
-    logger.info(f"finished in {minutes(time.monotonic() - begin)}")
+        _log_plan(search, folder)
+        code = write_outcome(search, folder, _run_trials(search, plan, folder, lease, address, retry_failed))
+    logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return code
 
 
@@ -107,77 +98,83 @@ def _lease(folder: SearchFolder) -> Iterator[Lease | None]:
         raise JobFailedError(f"{error}; the other process continues the search, and this one has ended") from error
 
 
-def _run_search(log: TrialLog, plan: SearchPlan, address: str | None) -> int:
-    """Runs the trials that have not ended and writes the results; returns the exit code."""
-    from raycap.jobs.tune.outcome import write_outcome
+def _run_trials(
+    search: Search,
+    plan: SearchPlan,
+    folder: SearchFolder,
+    lease: Lease | None,
+    address: str | None,
+    retry_failed: bool,
+) -> list[TrialRecord]:
+    """Runs the trials that have not ended, and returns all. Raises KeyboardInterrupt if Ctrl-C has ended Ray Tune."""
+    from raycap.jobs.tune.tuner import Progress, make_tuner
 
-    _log_plan(log)
-    tracker = SearchTracker(log)
+    _start_ray(search, address)
+    last: dict[str, TrialRecord] = {}  # by the trial's id
 
-    def publish_progress() -> None:
-        with Decorations().making("the table so far"):  # the trials' results are in the log
-            results = point_results(log)
-            write_tables(log, results, front(results, log.search.config.objectives))
-            log.folder.push("trials.csv")
-        tracker.wake()
+    def on_change(record: TrialRecord) -> None:
+        before = last.get(record.trial_id)
+        last[record.trial_id] = record
+        if before != record:
+            logger.info(trial_line(search, record))
+        if before is None or (before.state, before.run) != (record.state, record.run):
+            folder.write([record])
 
-    try:
-        if log.unfinished or log.remaining > 0:
-            _start_ray(log.search, address)
-            run_trials(log, plan, publish_progress, on_cluster=connect(address))
-    except BaseException as error:
-        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-        raise
-    log.check_may_write()
-    return write_outcome(log, tracker)
+    Progress.on_change = staticmethod(on_change)
+    Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())
+    results = make_tuner(search, plan, folder, _concurrent(search), retry_failed).fit()
+    if lease is not None:
+        lease.check()
+    if results.num_terminated + results.num_errors < len(results):
+        raise KeyboardInterrupt
+    folder.write(Progress.ended)
+    return Progress.ended
 
 
-def _log_plan(log: TrialLog) -> None:
+def _concurrent(search: Search) -> int | None:
+    """The most trials at a time. None lets Ray Tune run as many as there are resources.
+
+    A trial on several workers waits in a process of its own for these workers, so that only as many trials may start as
+    the present nodes can hold.
+    """
+    import ray
+
+    limit, per_trial = search.config.budget.concurrent, search.config.resources
+    if per_trial.workers == 1:
+        return limit
+    resources = ray.cluster_resources()
+    fitting = [
+        int(resources.get(name, 0) / (amount * per_trial.workers)) for name, amount in search.bundle.items() if amount
+    ]
+    return max(1, min([*fitting, *([limit] if limit else [])]))
+
+
+def _log_plan(search: Search, folder: SearchFolder) -> None:
     """Logs the size of the search and, when it resumes, its progress."""
-    search, config = log.search, log.search.config
-    logger.info(f"search    {log.folder.path.name}  in {log.folder.root}")
+    config, num_trials = search.config, search.num_trials
+    logger.info(f"search    {folder.path.name}  in {folder.root}")
     size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
-    trials = "trials until the time is over" if log.num_trials is None else f"{log.num_trials} trials"
+    trials = "trials until the time is over" if num_trials is None else f"{num_trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
     logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
-    asha = f"; {config.scheduler.describe()}" if config.scheduler else ""
-    logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{asha}")
+    scheduler = f"; {config.scheduler.describe()}" if config.scheduler else ""
+    logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{scheduler}")
     logger.info(f"scores    {selection_note(search)}")
-    if config.scheduler and len(log.seeds) > 1:
-        logger.warning("scheduler asha stops single seeds of a point, so that means over the other seeds are too high")
-    if log.records:
-        logger.info(f"continues with {log.count(*ENDED)} trials done and {len(log.unfinished)} unfinished")
-    if log.num_pending > log.remaining:
-        logger.warning(
-            f"budget.trials = {config.budget.trials} leaves out {log.num_pending - log.remaining:.0f} trials of "
-            f"further seeds; {len(log.records) + log.num_pending} would run them"
-        )
+    if config.scheduler and len(config.seeds) > 1:
+        logger.warning("a scheduler stops single seeds of a point, so that means over the other seeds are too high")
+    if records := folder.records():
+        logger.info(f"continues with {count(records, *ENDED)} of {len(records)} trials done")
 
 
 def _start_ray(search: Search, address: str | None) -> None:
     """Joins or starts Ray. Raises UserError when a trial needs more than Ray has."""
+    import ray
+
+    bundles = [search.bundle] * search.config.resources.workers
     if connect(address):  # a cluster may have no worker yet
-        per_trial, limit_s = search.config.resources, 60 * search.base.workers.max_wait_minutes
-        wait_for([search.bundle] * per_trial.workers, "a trial", limit_s=limit_s)
+        wait_for(bundles, "a trial", limit_s=60 * search.base.workers.max_wait_minutes)
     else:
-        import ray
-
-        resources = ray.cluster_resources()
-        _check_fits(search, resources.get("CPU", 0), resources.get("GPU", 0), "this machine")
-        require_resources([search.bundle] * search.config.resources.workers, "a trial", resources)
-
-
-def _check_fits(search: Search, cpus: float, gpus: float, machine: str) -> None:
-    """Raises UserError when a trial needs more than `cpus` or `gpus`, the numbers that `machine` has."""
-    per_trial = search.config.resources
-    for kind, per_worker, available in (("cpus", per_trial.cpus, cpus), ("gpus", per_trial.gpus, gpus)):
-        total = per_worker * per_trial.workers
-        if total > available:
-            raise UserError(
-                f"resources: a trial asks for {per_trial.workers} workers x {per_worker:g} {kind} = {total:g}, "
-                f"and {machine} has {available:g}; lower resources.{kind} or resources.workers, or join a larger "
-                "cluster with --address"
-            )
+        require_resources(bundles, "a trial", ray.cluster_resources())
 
 
 def command(

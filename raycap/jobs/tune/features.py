@@ -1,30 +1,21 @@
-"""Features for a search: finds or trains the backbone and extracts every image once, before the first trial."""
+"""Features for a search: finds the backbone and extracts every image once, before the first trial."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raycap.jobs.extract import initial_weights
-from raycap.jobs.run import train
-from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import StartRay, extract_features
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.prepare import open_run
-from raycap.pipeline.runtime.log import indented
-from raycap.pipeline.search.spec import Search, set_values
-from raycap.pipeline.storage.lease import Lease, take_lease
-from raycap.pipeline.storage.path import StoragePath
+from raycap.pipeline.search.spec import Search
 from raycap.pipeline.storage.weights import export_backbone, weights_file_digest
 
 logger = logging.getLogger(__name__)
-
-BACKBONE_LEASE_S = 120.0  # how long a killed search keeps others from training the stand-in
 
 
 @dataclass(frozen=True)
@@ -38,98 +29,46 @@ class BackboneSource:
     start: str
 
 
-def find_backbone(search: Search, dataset: Dataset, address: str | None) -> BackboneSource | None:
-    """The backbone that `backbone.weights` names. A stand-in is trained if it names the backbone of a missing run.
+def find_backbone(search: Search, dataset: Dataset) -> BackboneSource | None:
+    """The backbone that the key `backbone` names, or None if the base configuration has none.
 
-    Returns None if the base configuration reads its features from an HDF5 file and has no backbone.
+    Raises UserError if it is that of a run of the base configuration and no such run has trained it.
     """
-    section, base = search.config.backbone, search.base
-    require_backbone_file(search)
+    base, config = search.base, search.base
     if not base.has_backbone:
         return None
-    config = base
-    if section.weights not in ("base", "run"):
-        path = Path(section.weights).expanduser()
+    if search.config.backbone == "run":
+        run = open_run(base, dataset.fingerprint())
+        trained = [stage for stage in base.stages if stage.train_backbone]
+        if not all(run.result(stage.name) for stage in trained):
+            raise UserError(
+                f"backbone is run, and no run of {search.config.base} in {base.storage.uri} has trained its backbone; "
+                f"run `raycap run {search.config.base}` first, with --set for what the search sets, or set backbone to "
+                "base"
+            )
+        logger.info(f"backbone  from the run {run.run_id}")
+        return _source(run.weights_after(trained[-1], "backbone"), base)
+    if search.config.backbone != "base":
+        path = Path(search.config.backbone).expanduser()
         config = base.model_copy(update={"backbone": replace(base.backbone, weights=str(path.resolve()))})
-    if section.weights != "run":
-        return _source(initial_weights(config, base.working_path / "backbones"), base)
-    run = open_run(base, dataset.fingerprint())
-    if _is_trained(run, base):
-        logger.info(f"backbone  from the finished run {run.run_id}")
-    else:
-        config = _stand_in(search)
-        run = open_run(config, dataset.fingerprint())
-        trained = _is_trained(run, config)
-        stages = ", ".join(f"{stage.name} ({stage.epochs:g} epochs)" for stage in config.stages)
-        logger.info(
-            f"backbone  no finished run of {search.config.base} in {base.storage.uri}; "
-            f"a stand-in {'exists' if trained else 'is trained now'}: {stages}"
-        )
-        if not trained:
-            run = _train_stand_in(config, run, dataset, address)
-    last = [stage for stage in run.config.stages if stage.train_backbone][-1]
-    return _source(run.weights_after(last, "backbone"), base)
-
-
-def _train_stand_in(config: RunConfig, run: RunFolder, dataset: Dataset, address: str | None) -> RunFolder:
-    """Trains a stand-in and returns its run. Searches with the same base share it.
-
-    On S3 it waits as long as a search on another machine trains it. On a local storage the run's lock refuses a second
-    process.
-    """
-    if run.home is None:
-        with indented():
-            return train(config, address)
-    # beside the folder, because a push of the folder would replace a renewed lease by an older copy
-    place = StoragePath(f"{run.home}.lease.json", run.home.options)
-    while not isinstance(lease := take_lease(place, BACKBONE_LEASE_S), Lease):
-        logger.info(f"backbone  {lease} trains the stand-in; this search waits for it")
-    with lease, indented():
-        run = open_run(config, dataset.fingerprint())  # another search may have trained it meanwhile
-        return run if _is_trained(run, config) else train(config, address)
+    return _source(initial_weights(config, base.working_path / "backbones"), base)
 
 
 def require_backbone_file(search: Search) -> None:
-    """Raises UserError if `backbone.weights` of a search does not go with its base, or names no file."""
-    weights = search.config.backbone.weights
+    """Raises UserError if the key `backbone` of a search does not go with its base, or names no file."""
+    weights = search.config.backbone
     if weights == "base":
         return
     if not search.base.has_backbone:
         raise UserError(
-            f"backbone.weights is {weights}, but {search.config.base} reads region features from features.hdf5 and has "
-            "no backbone; remove backbone.weights"
+            f"backbone is {weights}, but {search.config.base} reads region features from features.hdf5 and has no "
+            "backbone; remove this key"
         )
     if weights == "run":
-        _stand_in(search)
+        if not any(stage.train_backbone for stage in search.base.stages):
+            raise UserError("backbone is run, and no stage of the base configuration trains it; set it to base")
     elif not (path := Path(weights).expanduser()).is_file():
-        raise UserError(f"backbone.weights: {path} is no file; give a file, base or run")
-
-
-def _is_trained(run: RunFolder, config: RunConfig) -> bool:
-    """Whether every stage that trains the backbone has ended."""
-    stages = [stage for stage in config.stages if stage.train_backbone]
-    return bool(stages) and all(run.result(stage.name) for stage in stages)
-
-
-def _stand_in(search: Search) -> RunConfig:
-    """The configuration of the run that trains a stand-in backbone.
-
-    Its stages are `backbone.stages`, by default the base's stages up to the first that trains the backbone.
-    """
-    section, values = search.config.backbone, copy.deepcopy(search.values)
-    names = [stage.name for stage in search.base.stages]
-    trained = [stage.name for stage in search.base.stages if stage.train_backbone]
-    if not trained:
-        raise UserError("backbone.weights is run, and no stage of the base configuration trains it; set it to base")
-    if unknown := [name for name in section.stages if name not in names]:
-        raise UserError(f"backbone.stages: the base configuration has no {unknown[0]!r}; it has {', '.join(names)}")
-    selected = section.stages or tuple(names[: names.index(trained[0]) + 1])
-    if not set(selected) & set(trained):
-        raise UserError(f"backbone.stages: none of {', '.join(selected)} trains the backbone; {', '.join(trained)} do")
-    values["stages"] = [stage for stage in values["stages"] if stage["name"] in selected]
-    set_values(values, section.set, "backbone.set")
-    name = f"{search.base.name}-backbone"  # shared by searches with the same base
-    return parse_config(values | {"name": name, "tracking": {"enabled": False}})
+        raise UserError(f"backbone: {path} is no file; give a file, base or run")
 
 
 def _source(weights: Path, base: RunConfig) -> BackboneSource:

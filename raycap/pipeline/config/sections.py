@@ -545,7 +545,7 @@ class WorkersSection(Section):
     max_wait_minutes: Minutes = 30
     """The maximum time that a stage waits for the cluster's resources before it starts."""
     max_stall_minutes: Minutes = 60
-    """A stage or search ends if it makes no progress for this long."""
+    """A stage of a run, or an extraction of features, ends if it makes no progress for this long."""
     log_every_steps: Positive = 20
     compile: bool = False
     """Whether torch.compile compiles each layer, which needs a C++ compiler. Results differ in the last bits."""

@@ -2,59 +2,58 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 
 from raycap.pipeline.evaluation.reports.page import render_template
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.plots import pareto_plot, png, svg
+from raycap.pipeline.search.plots import pareto_plot
+from raycap.pipeline.search.records import TrialRecord, states_text
 from raycap.pipeline.search.results import (
     SPREAD_TEXT,
     PointResult,
     heading,
     leaderboard,
     objectives_text,
+    public_settings,
     selection_note,
 )
 from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
 from raycap.pipeline.search.space import short
-from raycap.pipeline.search.spec import SCORE, Search
-from raycap.pipeline.search.trials import TrialLog, TrialRecord
+from raycap.pipeline.search.spec import SCORE, Search, flatten
 from raycap.pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
 
 
-def write_plot(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
-    """Writes pareto.png into the folder."""
-    write_bytes(folder / "pareto.png", png(pareto_plot(search, results, on_front)))
-
-
-def write_page(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
-    """Writes search.html into the search's folder."""
-    search, path = log.search, log.folder.path / "search.html"
+def write_page(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> Path:
+    """Writes search.html and its plot, pareto.png, into the search's folder."""
+    path, records = folder / "search.html", [record for result in results for record in result.records]
+    plot = pareto_plot(search, results, on_front)
+    write_bytes(folder / "pareto.png", plot)
     columns, rows = leaderboard(search, results, on_front)
-    shares, note = importances(search, log.records)
+    shares, note = importances(search, records)
     text = render_template(
         TEMPLATE,
         title=search.config.name,
-        search_id=path.parent.name,
-        summary=f"{len(log.records)} trials of {', '.join(search.stages)}: {log.states_text()}.",
+        search_id=folder.name,
+        summary=f"{len(records)} trials of {', '.join(search.stages)}: {states_text(records)}.",
         selection_note=selection_note(search),
         spread_text=SPREAD_TEXT,
         front_note=f"The front holds the finished points that no other one dominates in {objectives_text(search)}.",
         columns=columns,
         rows=rows,
-        pareto=svg(pareto_plot(search, results, on_front)),
+        pareto=base64.b64encode(plot).decode(),
         importance=[(short(key), share) for key, share in sorted(shares.items(), key=lambda item: -item[1])],
         importance_note=note,
         comparisons=comparisons(search, results),
         failures=[
-            (f"trial {record.number}, {search.space.describe(record.point)}", record.reason)
-            for record in log.records
+            (f"trial {record.trial_id}, {search.space.describe(record.point)}", record.reason)
+            for record in records
             if record.state == "failed"
         ],
-        metadata=_metadata(search),
+        metadata={"base": search.base.name} | flatten(public_settings(search)),
     )
     write_text(path, text)
     return path
@@ -66,36 +65,17 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
     instead of the main objective, because scores after different epochs are not comparable.
     """
+    main = search.config.main_objective
     usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
-    values = [record.value(search.config.main_objective) for record in usable]
-    source = f"of {heading(search, search.config.main_objective)} over {len(usable)} trials"
+    values = [record.value(main) for record in usable]
+    source = f"of {heading(search, main)} over {len(usable)} trials"
     if any(record.state == "stopped" for record in usable):
         scores = [dict(record.reports) for record in usable]
-        common_epochs = set.intersection(*map(set, scores))
-        epoch = max(common_epochs, default=-1.0)  # without a common epoch no trial has a value
+        epoch = max(set.intersection(*map(set, scores)), default=-1.0)  # without a common epoch no trial has a value
         values = [score.get(epoch) for score in scores]
         source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
     rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
-    points = [search.space.point_by_key(record.point) for record, _ in rated]
-    shares = importance(search.space.by_key(), points, [value for _, value in rated])
+    shares = importance(search.space, [record.point for record, _ in rated], [value for _, value in rated])
     if not shares:
         return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
     return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."
-
-
-def _metadata(search: Search) -> dict[str, str]:
-    """The settings of the search, as the page lists them."""
-    config, base = search.config, search.base
-    budget = ", ".join(f"{name} {value}" for name, value in config.budget.model_dump().items() if value is not None)
-    return {
-        "base": f"{config.base} ({base.name})",
-        "algorithm": config.algorithm,
-        "early stopping": config.scheduler.describe() if config.scheduler else "none",
-        "budget": budget or "the whole grid",
-        "chosen on": base.data.val_split,
-        "reported on": search.score_split,
-        "seeds": ", ".join(map(str, config.seeds)),
-        "resources per trial": ", ".join(f"{name} {value:g}" for name, value in config.resources.model_dump().items()),
-        "epochs per trial": f"{search.total_epochs():g} of {', '.join(search.stages)}",
-        "space": "; ".join(search.space.keys),
-    }

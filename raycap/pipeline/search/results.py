@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ import pyarrow.parquet
 
 from raycap.models.config import Values
 from raycap.pipeline.config.load import dump_config, parse_config
+from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, in_language, searched
-from raycap.pipeline.evaluation.reports.tables import format_table
-from raycap.pipeline.search.space import short, show_value
+from raycap.pipeline.evaluation.reports.tables import Rows, format_table
+from raycap.pipeline.search.records import TrialRecord, by_point
+from raycap.pipeline.search.space import show_value
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
-from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord, minutes
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
-Rows = list[tuple[str, list[str]]]  # the rows of a table, each as (label, cells)
 SPREAD_TEXT = "one standard deviation over the seeds (n - 1); within spread: the difference is not larger than it"
 STATES = ("finished", "stopped", "running", "failed")  # of a trial or point, the best first
 
@@ -45,61 +44,53 @@ class PointResult:
         """The trials that means and spreads use."""
         return [record for record in self.records if record.state == self.state]
 
-    def values(self, name: str) -> list[float]:
-        """The values of an objective, metric or cost in the counted trials."""
-        return [value for record in self.counted if (value := record.value(name)) is not None]
-
-    def mean(self, name: str) -> float | None:
-        """The mean over the counted trials; None when none of them has a value."""
-        return mean_of(self.values(name))
-
-    def spread(self, name: str) -> float | None:
-        """The sample standard deviation over the counted trials; None for fewer than two."""
-        return spread_of(self.values(name))
-
     @property
     def seeds_text(self) -> str:
-        """The number of seeds that means use, and of those that the search runs: `2/3`."""
-        return f"{0 if self.state == 'failed' else len(self.counted)}/{self.num_seeds}"
+        """The number of counted trials, and of seeds that the search runs: `2/3`."""
+        return f"{len(self.counted)}/{self.num_seeds}"
 
     @property
     def epoch(self) -> float:
         """The last epoch that a counted trial reported."""
         return max(record.epoch for record in self.counted)
 
+    def values(self, name: str) -> list[float]:
+        """The values of an objective, metric or cost in the counted trials."""
+        return [value for record in self.counted if (value := record.value(name)) is not None]
 
-def mean_of(values: Sequence[float]) -> float | None:
-    """The mean; None without values."""
-    return statistics.fmean(values) if values else None
+    def spread(self, name: str) -> Spread | None:
+        """The mean and standard deviation over the counted trials; None if none of them has a value."""
+        values = self.values(name)
+        return Spread.of(values) if values else None
 
-
-def spread_of(values: Sequence[float]) -> float | None:
-    """The sample standard deviation, with n - 1 in its denominator; None for fewer than two values."""
-    return statistics.stdev(values) if len(values) > 1 else None
+    def mean(self, name: str) -> float | None:
+        """The mean over the counted trials; None if none of them has a value."""
+        spread = self.spread(name)
+        return None if spread is None else spread.mean
 
 
 def difference_note(ours: Sequence[float], others: Sequence[float]) -> str:
     """How far two means differ: `equal`, `within spread` if one standard deviation is not smaller, else ""."""
     if not ours or not others:
         return ""
-    difference = abs(statistics.fmean(ours) - statistics.fmean(others))
-    spreads = [spread for values in (ours, others) if (spread := spread_of(values)) is not None]
-    return "equal" if not difference else "within spread" if spreads and difference <= max(spreads) else ""
+    one, other = Spread.of(ours), Spread.of(others)
+    difference = abs(one.mean - other.mean)
+    within = "within spread" if difference <= max(one.std or 0, other.std or 0) else ""
+    return within if difference else "equal"
 
 
-def point_results(log: TrialLog) -> list[PointResult]:
+def point_results(search: Search, records: Sequence[TrialRecord]) -> list[PointResult]:
     """The points with their trials, in the order of STATES.
 
     Finished points are ordered by the mean of the main objective, whose scores are those of the validation. Other
     points in the same state are ordered by their number of epochs, the largest first, then by the main objective.
     """
-    search = log.search
-    results = [
-        PointResult(search.space.describe(records[-1].point), records[-1].point, records, len(log.seeds))
-        for records in log.by_point().values()
-    ]
-    main = search.config.main_objective
+    main, num_seeds = search.config.main_objective, len(search.config.seeds)
     sign = -1 if search.config.objectives[main] == "max" else 1
+    results = [
+        PointResult(search.space.describe(trials[0].point), trials[0].point, trials, num_seeds)
+        for trials in by_point(search, records)
+    ]
 
     def rank(result: PointResult) -> tuple[float, ...]:
         mean = result.mean(main)
@@ -135,6 +126,12 @@ def heading(search: Search, name: str) -> str:
     return f"{search.base.data.val_split} {name}" if is_validation and not search.reports_validation else name
 
 
+def public_settings(search: Search) -> Values:
+    """The settings that are not None, without those that may hold passwords or local paths."""
+    private = {"set", "storage", "base", "backbone"}
+    return search.config.model_dump(mode="json", exclude=private, exclude_none=True)
+
+
 def selection_note(search: Search) -> str:
     """The split on which the search chooses, the split that it reports, and how."""
     val, split = search.base.data.val_split, search.score_split
@@ -151,25 +148,19 @@ def selection_note(search: Search) -> str:
     )
 
 
-def unit(name: str) -> float:
-    """The number by which tables and plots divide the score or cost `name`; 1 for scores."""
-    return COSTS[name].unit if name in COSTS else 1
+def format_cell(name: str, values: Sequence[float]) -> str:
+    """The text of a table's cell: the mean of a score or cost, and `± spread` for several seeds; empty without values.
 
-
-def format_cell(name: str, value: float | None, spread: float | None = None) -> str:
-    """The text of a table's cell for the score or cost `name`; empty for None.
-
-    A cost is divided by its unit. A value with a spread is written as `value ± spread`; costs that the architecture
-    determines have a spread of 0, which is left out.
+    A cost is divided by its unit. Costs that the architecture determines have a spread of 0, which is left out.
     """
-    if value is None:
+    if not values:
         return ""
-    digits = 4
-    if name in COSTS:
-        value, spread = value / unit(name), spread and spread / unit(name)
-        digits = 1 if name in ("seconds", "latency_ms") or value < 1000 else 0
-    has_spread = spread is not None and (spread or name not in COSTS)
-    return f"{value:,.{digits}f} ± {spread:,.{digits}f}" if has_spread else f"{value:,.{digits}f}"
+    spread, unit = Spread.of(values), COSTS[name].unit if name in COSTS else 1
+    digits = 4 if name not in COSTS else 1 if spread.mean < 1000 * unit else 0
+    text = f"{spread.mean / unit:,.{digits}f}"
+    if spread.std is None or (name in COSTS and spread.std == 0):
+        return text
+    return f"{text} ± {spread.std / unit:,.{digits}f}"
 
 
 def leaderboard(
@@ -180,19 +171,14 @@ def leaderboard(
     With several seeds a column marks the finished points whose reported score differs from the best point's by no more
     than a spread.
     """
-    names = columns_of(search)
-    main = search.config.main_objective
-    name_of_difference = main if main in COSTS else search.reported(main)
-    has_seeds = any(result.num_seeds > 1 for result in results)
-    rows = []
+    names, main, has_seeds = columns_of(search), search.config.main_objective, len(search.config.seeds) > 1
+    compared, rows = main if main in COSTS else search.reported(main), Rows()
     for result in results:
-        state = f"{result.state} *" if result in on_front else result.state
-        cells = [format_cell(name, result.mean(name), result.spread(name)) for name in names]
+        cells = [f"{result.state} *" if result in on_front else result.state, f"{result.epoch:g}", result.seeds_text]
         if has_seeds:
-            best, is_finished = results[0], result.state == "finished"
-            note = difference_note(result.values(name_of_difference), best.values(name_of_difference))
-            cells.insert(0, "" if not is_finished else "best" if result is best else note)
-        rows.append((result.label, [state, f"{result.epoch:g}", result.seeds_text, *cells]))
+            note = difference_note(result.values(compared), results[0].values(compared))
+            cells.append("" if result.state != "finished" else "best" if result is results[0] else note)
+        rows.append((result.label, cells + [format_cell(name, result.values(name)) for name in names]))
     columns = ["state", "epochs", "seeds", *(["to the best"] if has_seeds else [])]
     return columns + [heading(search, name) for name in names], rows
 
@@ -218,128 +204,97 @@ def objectives_text(search: Search) -> str:
     return ", ".join(f"{heading(search, name)} ({direction})" for name, direction in search.config.objectives.items())
 
 
-def live_table(log: TrialLog, num_waiting: int = 0) -> str:
-    """A table of the running trials, and one line with the number of trials in each state.
-
-    num_waiting: the number of trials that wait for nodes.
-    """
-    rows = []
-    for record in log.records:
-        if record.state not in ENDED:
-            label = f"trial {record.number}  {log.search.space.describe(record.point)}"
-            rows.append((label, [f"{record.epoch:g}", format_cell(SCORE, record.score)]))
-    line = f"of {len(log.records) if log.num_trials is None else log.num_trials} trials: {log.states_text()}"
-    if num_waiting:
-        line += f"; {num_waiting} wait for nodes"
-    best = next((result for result in point_results(log) if result.state == "finished"), None)
-    if best is not None:
-        score, seeds = format_cell(SCORE, best.mean(SCORE), best.spread(SCORE)), best.seeds_text
-        line += f"; best {heading(log.search, SCORE)} {score}, {best.label}{f' ({seeds} seeds)' * (best.num_seeds > 1)}"
-    return (format_table(["epoch", heading(log.search, SCORE)], rows) + "\n" if rows else "") + line
-
-
-def trial_name(search: Search, record: TrialRecord, num_trials: int | None) -> tuple[str, str]:
-    """The name of a trial, which contains its number, and a label with its point and seed.
-
-    num_trials: the number of trials of the search; None if only budget.hours ends it.
-    """
-    name = f"trial {record.number}" + (f"/{num_trials}" if num_trials is not None else "")
+def trial_name(search: Search, record: TrialRecord) -> str:
+    """A trial's point and seed, which are the same in a later experiment, and the id of a population's member."""
     seed = f", seed {record.seed}" if len(search.config.seeds) > 1 else ""
-    return name, search.space.describe(record.point) + seed
+    member = f", {record.trial_id}" if search.is_population else ""
+    return f"{search.space.describe(record.point)}{seed}{member}"
 
 
-def trial_line(search: Search, record: TrialRecord, num_trials: int | None) -> str:
+def trial_line(search: Search, record: TrialRecord) -> str:
     """The progress or result of a trial in one line."""
-    name, label = trial_name(search, record, num_trials)
+    name, label = f"trial {record.trial_id}", f"({trial_name(search, record)})"
     if record.state == "failed":
-        return f"{name}  failed after {minutes(record.seconds)}: {record.reason}  ({label})"
-    score = "no validation" if record.score is None else f"{heading(search, SCORE)} {record.score:.4f}"
+        return f"{name}  failed: {record.reason}  {label}"
+    if record.score is None:
+        return f"{name}  starts  {label}"
+    score = f"{heading(search, SCORE)} {record.score:.4f}"
     if record.state == "running":
-        return f"{name}  epoch {record.epoch:g}: {score}  ({label})"
+        return f"{name}  epoch {record.epoch:g}: {score}  {label}"
     if not search.reports_validation and (reported := record.value(search.reported(SCORE))) is not None:
         score += f", {search.reported(SCORE)} {reported:.4f}"
-    costs = f"{format_cell(search.cost, record.costs.get(search.cost))} {heading(search, search.cost)}"
+    if search.cost in record.costs:
+        score += f", {format_cell(search.cost, [record.costs[search.cost]])} {heading(search, search.cost)}"
     reason = f", {record.reason}" if record.reason else ""
-    result = f"{score}, {costs}, {minutes(record.seconds)}{reason}"
-    return f"{name}  {record.state} at epoch {record.epoch:g}: {result}  ({label})"
+    return f"{name}  {record.state} at epoch {record.epoch:g}: {score}{reason}  {label}"
 
 
-def write_tables(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
+def write_tables(folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> None:
     """Writes trials.parquet and trials.csv: a row per trial, a column per key of the space, score and cost.
 
-    Each row also has the rank of its point, the number of seeds that the point's means use, and the mean and the
-    standard deviation of each score over them.
+    Each row also has the rank of its point, the number of seeds that the point's means use, and the mean and standard
+    deviation of each score.
     """
-    search, keys = log.search, log.search.space.keys
     scores = [name for name in dict.fromkeys([*columns_of(search), *search.config.metrics]) if name not in COSTS]
-    columns_by_trial: dict[int, Values] = {}
-    for rank, result in enumerate(results, 1):
-        columns: Values = {"rank": rank, "seeds": 0 if result.state == "failed" else len(result.counted)}
+    keys, changes = search.space.keys, [search.space.changes(result.point) for result in results]
+    numeric = {key for key in keys if all(type(values.get(key, 0)) in (int, float) for values in changes)}
+    rows = []
+    for rank, (result, values) in enumerate(zip(results, changes, strict=True), 1):
+        # an Arrow column has one type, so that keys with other values than numbers have labels
+        cells = {key: value if key in numeric else show_value(value) for key, value in values.items()}
+        means: Values = {}
         for name in scores:
-            columns[f"{heading(search, name)} mean"] = result.mean(name)
-            columns[f"{heading(search, name)} std"] = result.spread(name)
-        columns_by_trial |= {record.number: columns for record in result.records}
-    numbers_on_front = {record.number for result in on_front for record in result.records}
-    all_changes = [search.space.changes(record.point) for record in log.records]
-    numeric = {key for key in keys if all(type(changes.get(key, 0)) in (int, float) for changes in all_changes)}
-    rows = []  # keys with other than numeric values have their labels as text, because an Arrow column has one type
-    for record, changes in zip(log.records, all_changes, strict=True):
-        values = {key: value if key in numeric else show_value(value) for key, value in changes.items()}
-        rows.append(
-            {
-                "trial": record.number,
-                "state": record.state,
-                **{key: values.get(key) for key in keys},
-                "seed": record.seed,
-                "epochs": record.epoch,
-                **{heading(search, name): record.value(name) for name in scores},
-                # the validation score above is computed during training; this is the score of the same captions' text
-                **({f"scored {SCORE}": record.scores.get(SCORE)} if SCORE in search.config.metrics else {}),
-                **{name: record.costs.get(name) for name in COSTS},
-                **columns_by_trial[record.number],
-                "search_seconds": record.seconds,
-                "attempts": record.attempts,
-                "on_front": record.number in numbers_on_front,
-                "run": Path(record.run).name,
-                "reason": record.reason,
-            }
-        )
+            spread = result.spread(name)
+            means[f"{heading(search, name)} mean"] = spread and spread.mean
+            means[f"{heading(search, name)} std"] = spread and spread.std
+        for record in result.records:
+            row: Values = {"trial": record.trial_id, "state": record.state, **dict.fromkeys(keys), **cells}
+            row |= {"seed": record.seed, "epochs": record.epoch}
+            row |= {heading(search, name): record.value(name) for name in scores}
+            if SCORE in search.config.metrics:  # of the captions' text; training scores the vocabulary's tokens
+                row[f"scored {SCORE}"] = record.scores.get(SCORE)
+            row |= {name: record.costs.get(name) for name in COSTS}
+            row |= {"rank": rank, "seeds": len(result.counted), **means, "on_front": result in on_front}
+            rows.append(row | {"run": Path(record.run).name, "reason": record.reason})
     table = pa.Table.from_pylist(rows)
-    folder = log.folder.path
     with atomic_path(folder / "trials.parquet") as path:
         pyarrow.parquet.write_table(table, path)
     with atomic_path(folder / "trials.csv") as path:
         pyarrow.csv.write_csv(table, path)
 
 
-def write_configurations(log: TrialLog, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> list[Path]:
-    """Writes best.yaml and front-1.yaml, front-2.yaml, ... (best main objective first); returns their paths."""
-    folder = log.folder.path
-    for outdated in folder.glob("front-*.yaml"):
-        outdated.unlink()
-    finished = [result for result in results if result.state == "finished"]
-    if not finished:
-        (folder / "best.yaml").unlink(missing_ok=True)
-        return []
-    ranked_front = [result for result in results if result in on_front]
-    names = ["best", *(f"front-{number}" for number in range(1, len(ranked_front) + 1))]
+def write_configurations(
+    folder: Path, search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]
+) -> list[Path]:
+    """Writes best.yaml and front-1.yaml, front-2.yaml, ... (best main objective first); returns their paths.
+
+    on_front: as `front` returns it. Files of an earlier front are removed.
+    """
+    for outdated in [*folder.glob("front-*.yaml"), folder / "best.yaml"]:
+        outdated.unlink(missing_ok=True)
     paths = []
-    for name, result in zip(names, [finished[0], *ranked_front], strict=True):
-        paths.append(folder / f"{name}.yaml")
-        write_text(paths[-1], _configuration(log.search, result, paths[-1]))
+    best = [result for result in results if result.state == "finished"][:1]
+    for number, result in enumerate([*best, *on_front]):
+        paths.append(folder / (f"front-{number}.yaml" if number else "best.yaml"))
+        write_text(paths[-1], _configuration(search, result, paths[-1]))
     return paths
+
+
+def result_files(folder: Path) -> list[Path]:
+    """The files with results in the folder of a search."""
+    names = ("search.html", "pareto.png", "trials.csv", "trials.parquet", "best.yaml")
+    return [path for name in names if (path := folder / name).is_file()] + sorted(folder.glob("front-*.yaml"))
 
 
 def _configuration(search: Search, result: PointResult, path: Path) -> str:
     """The text of a configuration file, headed by a comment with the point and its results."""
     config = parse_config(search.run_values(result.point, path.stem))
     means = ", ".join(
-        f"{heading(search, name)} {format_cell(name, result.mean(name), result.spread(name))}"
+        f"{heading(search, name)} {format_cell(name, result.values(name))}"
         for name in dict.fromkeys([*search.config.objectives, search.reported(SCORE)])
     )
-    keys = ", ".join(f"{short(key)} {show_value(value)}" for key, value in search.space.changes(result.point).items())
     return (
-        f"# {keys}: the base configuration of the search {search.config.name} at this point.\n"
+        f"# {result.label}: the base configuration of the search {search.config.name} at this point.\n"
         f"# In the search: {means}, after {result.epoch:g} epochs of {', '.join(search.stages)}, "
         f"seeds: {result.seeds_text}.\n# {selection_note(search)}\n#   raycap run {path}\n{dump_config(config)}"
     )

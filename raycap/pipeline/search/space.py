@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -63,8 +62,8 @@ class SpaceSection(Section):
     the choices are low, low + step, low + 2 * step, ... up to high.
     """
 
-    choices: Annotated[tuple[Any, ...], Field(max_length=MAX_CHOICES)] | None = None
-    groups: Annotated[dict[Name, tuple[Coefficient, ...] | None], Field(max_length=MAX_CHOICES)] | None = None
+    choices: tuple[Any, ...] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    groups: dict[Name, tuple[Coefficient, ...] | None] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     generate: GenerateSection | None = None
     low: Bound | None = None
     high: Bound | None = None
@@ -73,15 +72,11 @@ class SpaceSection(Section):
 
     @model_validator(mode="after")
     def _check_kind(self) -> SpaceSection:
-        is_range = self.low is not None and self.high is not None
-        kinds = [self.choices is not None, self.groups is not None, self.generate is not None, is_range]
-        has_range_settings = (self.low, self.high, self.step, self.log) != (None, None, None, False)
-        if sum(kinds) != 1 or (has_range_settings and not is_range):
-            raise ValueError("needs exactly one of a list of choices, groups, generate, or low and high")
-        if self.low is not None and self.high is not None:
+        lists = [kind for kind in (self.choices, self.groups, self.generate) if kind is not None]
+        if self.low is not None and self.high is not None and not lists:
             self._check_range(self.low, self.high)
-        elif not (self.choices or self.groups or self.generate):
-            raise ValueError("is empty; give at least one choice")
+        elif len(lists) != 1 or (self.low, self.high, self.step, self.log) != (None, None, None, False):
+            raise ValueError("needs exactly one of a list of choices, groups, generate, or low and high")
         labels = [show_value(choice) for choice in self.choices or ()]
         if duplicates := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"the choice {shown(duplicates[0])} occurs twice")
@@ -94,70 +89,42 @@ class SpaceSection(Section):
             raise ValueError("a log range needs low above 0 and no step")
         if self.step is not None and not 0 < self.step <= high - low:
             raise ValueError(f"step = {self.step} must be above 0 and at most high - low = {high - low}")
-        step = self.step or (1 if isinstance(low, int) and isinstance(high, int) else None)
-        if step is not None and (high - low) / step >= MAX_NUMBERS:
+        if self.distance is not None and (high - low) / self.distance >= MAX_NUMBERS:
             raise ValueError(
                 f"has more than {MAX_NUMBERS:,} numbers from low = {low} to high = {high}; give a larger step or a "
                 "smaller range"
             )
 
+    @property
+    def distance(self) -> float | None:
+        """The distance between the numbers of a range; None if the range is continuous."""
+        return 1 if self.step is None and isinstance(self.low, int) and isinstance(self.high, int) else self.step
+
 
 @dataclass(frozen=True)
 class Dimension:
-    """One configuration key with the labels and values of its choices, or with a range from `low` to `high`."""
+    """One configuration key with its choices, or with a range from `low` to `high`."""
 
     key: str
-    labels: tuple[str, ...] = ()
-    values: tuple[Any, ...] = ()
+    choices: dict[str, Any] = field(default_factory=dict)  # {label: value}; empty for a range
     low: float = 0.0
     high: float = 0.0
     log: bool = False
-    step: float | None = None
+    step: float | None = None  # None for a continuous range
     integer: bool = False
-
-    @property
-    def is_range(self) -> bool:
-        return not self.labels
 
     def listed(self) -> list[Any] | None:
         """All choices; None for a continuous range. A choice is a label, or a number in a range."""
-        if self.labels:
-            return list(self.labels)
-        step = self.step or (1 if self.integer else None)
-        if step is None:
+        if self.choices:
+            return list(self.choices)
+        if self.step is None:
             return None
-        count = math.floor((self.high - self.low) / step + 1e-9) + 1  # 1e-9: rounding must not lose the last number
-        return [self._number(self.low + number * step) for number in range(count)]
+        count = math.floor((self.high - self.low) / self.step + 1e-9) + 1  # 1e-9: rounding must not lose the last one
+        return [self._number(self.low + number * self.step) for number in range(count)]
 
     def ends(self) -> list[Any]:
         """Every label, or both ends of a range. These choices are checked before a search starts."""
-        return list(self.labels) if self.labels else [self._number(self.low), self._number(self.high)]
-
-    def draw(self, generator: random.Random) -> Any:
-        """A random choice."""
-        if self.log:
-            drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
-            return self._number(min(max(drawn, self.low), self.high))
-        listed = self.listed()
-        return self._number(generator.uniform(self.low, self.high)) if listed is None else generator.choice(listed)
-
-    def neighbor(self, choice: Any, generator: random.Random) -> Any:
-        """A changed choice, as in population based training (Jaderberg et al., 2017).
-
-        It is a random choice with probability 1/4. Otherwise it is the next choice up or down, or, in a continuous
-        range, 0.8 or 1.2 times the number, limited to the range.
-        """
-        if generator.random() < 0.25:
-            return self.draw(generator)
-        listed = self.listed()
-        if listed is not None:
-            index = listed.index(choice) + generator.choice((-1, 1))
-            return listed[min(max(index, 0), len(listed) - 1)]
-        return self._number(min(max(choice * generator.choice((0.8, 1.2)), self.low), self.high))
-
-    def value(self, choice: object) -> Any:
-        """The configuration value of a choice."""
-        return self.values[self.labels.index(choice)] if self.labels else choice
+        return list(self.choices) or [self._number(self.low), self._number(self.high)]
 
     def show(self, choice: object) -> str:
         """The choice for tables and messages; floats have four significant digits."""
@@ -190,58 +157,34 @@ class Space:
         """The point with the first choice of each dimension."""
         return {dimension.key: dimension.ends()[0] for dimension in self.dimensions}
 
-    def draw(self, generator: random.Random) -> Values:
-        """A random point."""
-        return {dimension.key: dimension.draw(generator) for dimension in self.dimensions}
-
     def points(self) -> Iterator[Values]:
         """Every point of a finite space; the last dimension changes fastest."""
         keys = [dimension.key for dimension in self.dimensions]
         for choices in itertools.product(*(dimension.listed() or [] for dimension in self.dimensions)):
             yield dict(zip(keys, choices, strict=True))
 
-    def changes(self, point: Mapping[str, object]) -> Values:
+    def changes(self, point: Mapping[str, Any]) -> Values:
         """The values that a point sets, as {configuration key: value}."""
-        values = {dimension.key: dimension.value(point[dimension.key]) for dimension in self.dimensions}
+        values = {d.key: d.choices[point[d.key]] if d.choices else point[d.key] for d in self.dimensions}
         return dict(values["row"]) if self.row_keys else values
-
-    def by_key(self) -> Space:
-        """The same space with one dimension per configuration key, for plots and importance.
-
-        In a space of rows the dimension of a key has the different values that the rows give the key.
-        """
-        if not self.row_keys:
-            return self
-        rows = self.dimensions[0].values
-        dimensions = []
-        for key in self.row_keys:
-            column = [values.get(key, MISSING) for values in rows]
-            distinct = {show_value(value): value for value in column}
-            dimensions.append(Dimension(key, tuple(distinct), tuple(distinct.values())))
-        return Space(tuple(dimensions))
-
-    def point_by_key(self, point: Mapping[str, object]) -> Values:
-        """The same point in the space that `by_key` returns, with one choice per configuration key."""
-        if not self.row_keys:
-            return dict(point)
-        changes = self.changes(point)
-        return {key: show_value(changes.get(key, MISSING)) for key in self.row_keys}
 
     def describe(self, point: Mapping[str, object]) -> str:
         """The point as one line for tables and messages."""
         if self.row_keys:
             return str(point["row"])
-        return ", ".join(
-            f"{short(dimension.key)} {dimension.show(point[dimension.key])}" for dimension in self.dimensions
-        )
+        return ", ".join(f"{short(each.key)} {each.show(point[each.key])}" for each in self.dimensions)
 
 
-MISSING = "base"  # the label for a row that does not set the key, which keeps the base configuration's value
 SYMBOLS = {
     "model.static_expansion": "G",
     "model.dynamic_expansion": "N_E",
     "model.encoder_dynamic_expansion": "encoder N_E",
 }
+
+
+def point_key(point: Mapping[str, object]) -> str:
+    """A string that is the same for equal points."""
+    return repr(sorted(point.items()))
 
 
 def short(key: str) -> str:
@@ -273,16 +216,15 @@ def row_space(rows: Sequence[Mapping[str, object]]) -> Space:
     """The space whose points are `rows`; each row is {dotted key: value}."""
     keys = dict.fromkeys(itertools.chain.from_iterable(rows))
     labels = [", ".join(f"{short(key)} {show_value(row[key])}" for key in keys if key in row) for row in rows]
-    return Space((Dimension("row", tuple(labels), tuple(rows)),), tuple(keys))
+    return Space((Dimension("row", dict(zip(labels, rows, strict=True))),), tuple(keys))
 
 
 def _dimension(key: str, section: SpaceSection) -> Dimension:
     """The dimension that a section describes."""
     if section.low is not None and section.high is not None:
-        integer = all(isinstance(value, int) for value in (section.low, section.high, section.step or 0))
-        return Dimension(key, low=section.low, high=section.high, log=section.log, step=section.step, integer=integer)
-    choices: Iterable[Any] = section.choices or (section.groups or {}).values()
-    if section.generate is not None:
-        choices = section.generate.generated()
-    values = [list(choice) if isinstance(choice, tuple) else choice for choice in choices]
-    return Dimension(key, tuple(section.groups or map(show_value, values)), tuple(values))
+        integer = all(isinstance(number, int) for number in (section.low, section.high, section.distance))
+        return Dimension(key, {}, section.low, section.high, section.log, section.distance, integer)
+    if section.groups is not None:
+        return Dimension(key, {label: groups and list(groups) for label, groups in section.groups.items()})
+    choices = section.generate.generated() if section.generate else section.choices or ()
+    return Dimension(key, {show_value(choice): choice for choice in choices})

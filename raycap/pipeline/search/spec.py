@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from raycap.models.config import NUMBER, ExpansionNetConfig, Text, Values
 from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
@@ -41,7 +40,7 @@ from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
 
 MAX_SEEDS = 1000
-MAX_CHECKED_POINTS = 1000  # in a space of at most this size, every point is checked before a search starts
+MAX_CHECKED_POINTS = 1000  # in a space of at most this size, the configuration of every point is checked
 SCORE = "CIDEr-D"  # the score that every validation reports
 
 
@@ -57,7 +56,6 @@ COSTS = {
     "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
     "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
     "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
-    "latency_ms": CostFormat("ms per image"),  # one image's beam search, measured by the trial
     "seconds": CostFormat("s training"),
 }
 FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
@@ -72,8 +70,8 @@ FIXED_SECTIONS = {  # the sections that a point must not change, and the reason 
 }
 # Keys of these sections that may be searched, because no feature depends on them
 SEARCHABLE_EXCEPTIONS = {"data.min_count"}
-# Population based training may search these model keys, because they change no weight's shape.
-WEIGHT_COMPATIBLE = {"model.dropout", "model.expansion_dropout"}
+# Population based training may search these model keys, because they do not change the shape of a weight.
+KEEP_SHAPES = {"model.dropout", "model.expansion_dropout"}
 
 
 class TrialSection(Section):
@@ -86,18 +84,6 @@ class TrialSection(Section):
     """Configuration values for all trials; best.yaml does not contain them."""
 
 
-class BackboneSection(Section):
-    """The backbone that extracts the trials' features: `weights` is a file, `base` or `run`.
-
-    base: the base configuration's initial backbone. run: the backbone that a finished run of the base configuration has
-    trained; without such a run, a stand-in is trained with `stages` and `set`.
-    """
-
-    weights: Text = "base"
-    stages: tuple[Name, ...] = ()
-    set: Values = Field(default={})
-
-
 class BudgetSection(Section):
     """When a search ends. `trials` counts points times seeds. A larger budget resumes a finished search."""
 
@@ -107,26 +93,28 @@ class BudgetSection(Section):
     """The most trials at a time; None: as many as the machine or cluster can place."""
 
 
-ONE_PRECISION = "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
-
-
 class SchedulerSection(Section):
-    """ASHA: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue."""
+    """The scheduler of Ray Tune that decides which trials train on.
 
-    name: Literal["asha"] = "asha"
+    asha: after grace_epochs * reduction**k epochs (k = 0, 1, ...) the best 1/reduction of the trials continue. median:
+    from grace_epochs on, a trial ends if its best score is below the median of the other trials' means. pbt: after each
+    `every_epochs` epochs, a trial among the worst `quantile` continues with weights of one of the best, at a changed
+    point.
+    """
+
+    name: Literal["asha", "median", "pbt"]
     grace_epochs: Epochs = 1
     reduction: Annotated[float, Field(ge=1.1, le=1000), NUMBER] = 2
     """Near 1 there would be a rung for every step."""
-
-    def describe(self) -> str:
-        return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
-
-
-class PopulationSection(Section):
-    """After each `every_epochs` epochs the worst `quantile` of the members copies weights from the best `quantile`."""
-
     every_epochs: Epochs = 1
     quantile: Annotated[float, Field(gt=0, le=0.5), NUMBER] = 0.25
+
+    def describe(self) -> str:
+        if self.name == "asha":
+            return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
+        if self.name == "median":
+            return f"median stopping from epoch {self.grace_epochs:g}"
+        return f"population based training, every {self.every_epochs:g} epochs the worst {self.quantile:.0%} copy"
 
 
 class ResourceSection(Section):
@@ -159,18 +147,16 @@ class SearchConfig(Section):
     rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     """Explicit points."""
     trial: TrialSection = TrialSection()
-    backbone: BackboneSection = BackboneSection()
-    objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"})
+    backbone: Text = "base"
+    """Whose features trials read: `base` (its initial backbone), `run` (that of a finished run of it), or a file."""
+    objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"}, min_length=1)
     metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")
     """More scores of a finished trial's captions."""
     score_split: Name | None = None
     """The split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case."""
     budget: BudgetSection = BudgetSection()
-    algorithm: Literal["grid", "random", "tpe", "nsga2", "pbt"] = "random"
-    population: Processes | None = None
-    """Of NSGA-II; None: a quarter of the number of points, but 4 to 50."""
+    algorithm: Literal["grid", "random", "tpe", "nsga2"] = "random"
     scheduler: SchedulerSection | None = None
-    pbt: PopulationSection = PopulationSection()
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
     seed: Seed = 0
@@ -178,25 +164,20 @@ class SearchConfig(Section):
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
     """The paper to compare with."""
 
-    @field_validator("scheduler", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _expand_scheduler_name(cls, value: object) -> Any:
-        """`scheduler: asha` is short for `scheduler: {name: asha}`."""
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("seeds", mode="before")
-    @classmethod
-    def _expand_number_of_seeds(cls, value: object) -> Any:
-        """`seeds: 3` is short for `seeds: [0, 1, 2]`. One seed too many shows that a number is above the limit."""
-        return list(range(min(value, MAX_SEEDS + 1))) if type(value) is int else value
-
-    @field_validator("space", mode="before")
-    @classmethod
-    def _expand_choice_lists(cls, value: object) -> Any:
-        """A list is short for `{choices: list}`."""
-        if not isinstance(value, dict):
-            return value
-        return {key: {"choices": entry} if isinstance(entry, list) else entry for key, entry in value.items()}
+    def _expand_short_forms(cls, values: Values) -> Values:
+        """`scheduler: asha` is short for `{name: asha}`, `seeds: 3` for [0, 1, 2], a list in `space` for choices."""
+        scheduler, seeds, space = values.get("scheduler"), values.get("seeds"), values.get("space")
+        values = dict(values)
+        if isinstance(scheduler, str):
+            values["scheduler"] = {"name": scheduler}
+        if type(seeds) is int:
+            values["seeds"] = list(range(min(seeds, MAX_SEEDS + 1)))  # one too many shows that the limit is exceeded
+        if isinstance(space, dict):
+            lists = {key: {"choices": entry} for key, entry in space.items() if isinstance(entry, list)}
+            values["space"] = space | lists
+        return values
 
     @model_validator(mode="after")
     def _check_consistency(self) -> SearchConfig:
@@ -205,8 +186,6 @@ class SearchConfig(Section):
         if self.rows and self.algorithm != "grid":
             raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run in order; set grid")
         known = list(dict.fromkeys([SCORE, *COSTS, *self.metrics]))
-        if not self.objectives:
-            raise ValueError(f"objectives is empty; list one or more of {', '.join(known)}")
         if unknown := [name for name in self.objectives if name not in known]:
             raise ValueError(f"objectives: no trial reports {unknown[0]!r}; known: {', '.join(known)}")
         if unknown := [name for name in self.metrics if name not in METRICS]:
@@ -220,24 +199,25 @@ class SearchConfig(Section):
             )
         if self.algorithm != "grid" and trials is None and self.budget.hours is None:
             raise ValueError(f"algorithm {self.algorithm} needs an end: set budget.trials or budget.hours")
-        if self.algorithm == "pbt":
+        if self.algorithm == "grid" and trials is not None:
+            raise ValueError("algorithm grid runs every point; remove budget.trials, or set algorithm to random")
+        if self.scheduler is not None and self.scheduler.name == "pbt":
             self._check_population()
         return self
 
     def _check_population(self) -> None:
         """Raises ValueError for settings that population based training cannot use."""
-        if self.scheduler is not None:
-            raise ValueError("scheduler asha and algorithm pbt exclude each other; leave scheduler out")
-        if self.budget.trials is None or self.resources.workers > 1:
-            raise ValueError("algorithm pbt needs budget.trials, its members, and one worker per trial")
+        if self.algorithm != "random" or self.budget.trials is None:
+            raise ValueError("scheduler pbt changes random points: set algorithm to random, and budget.trials")
+        if len(self.seeds) > 1 or self.resources.workers > 1:
+            raise ValueError("scheduler pbt needs one seed, and one worker per trial")
         for key in self.space:
-            if key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in WEIGHT_COMPATIBLE):
+            changes_shapes = key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in KEEP_SHAPES)
+            if changes_shapes or key.endswith(".ema"):
                 raise ValueError(
-                    f"space.{key}: algorithm pbt copies weights and steps between trials, which needs equal {key}; "
-                    "search it with tpe or nsga2"
+                    f"space.{key}: scheduler pbt copies weights, their averages and steps between trials, which needs "
+                    f"equal {key}; search it with tpe or nsga2"
                 )
-            if key.endswith(".ema"):
-                raise ValueError(f"space.{key}: algorithm pbt copies averages between trials; search it with tpe")
 
     @property
     def main_objective(self) -> str:
@@ -254,6 +234,13 @@ class Search:
         self.base = parse_config(base)
         self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
         self.stages = self._stages()
+        self.score_split = config.score_split or self.base.data.val_split  # the split whose scores are reported
+        # whether the reported scores are those by which weights and points are chosen
+        self.reports_validation = self.score_split == self.base.data.val_split
+        # whether trials copy weights from each other
+        self.is_population = config.scheduler is not None and config.scheduler.name == "pbt"
+        # the resources of each worker of a trial under Ray's names
+        self.bundle = {"CPU": config.resources.cpus, "GPU": config.resources.gpus, **self.base.workers.resources}
         # the cost in tables and plots; only ExpansionNet v2's paper counts as `macs` does
         self.cost = "macs" if isinstance(self.base.model, ExpansionNetConfig) else "macs_executed"
         if "macs" in config.objectives and self.cost != "macs":
@@ -264,27 +251,16 @@ class Search:
 
     def _stages(self) -> tuple[str, ...]:
         """The names of the stages that a trial trains, in the order of the base configuration."""
-        names, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
-        if selected is not None:
-            if unknown := [name for name in selected if name not in names]:
-                raise UserError(
-                    f"trial.stages: the base configuration has no {unknown[0]!r}; it has {', '.join(names)}"
-                )
-            return tuple(name for name in names if name in selected)
-        for stage in self.base.stages:
-            if stage.objective == "cross_entropy" and not stage.train_backbone:
-                return (stage.name,)
-        raise UserError("the base configuration has no cross-entropy stage on frozen features; set trial.stages")
-
-    @property
-    def score_split(self) -> str:
-        """The split whose scores are reported."""
-        return self.config.score_split or self.base.data.val_split
-
-    @property
-    def reports_validation(self) -> bool:
-        """Whether the reported scores are those by which weights and points are chosen."""
-        return self.score_split == self.base.data.val_split
+        known, selected = [stage.name for stage in self.base.stages], self.config.trial.stages
+        if selected is None:
+            frozen = [stage for stage in self.base.stages if not stage.train_backbone]
+            selected = tuple(stage.name for stage in frozen if stage.objective == "cross_entropy")[:1]
+        if not selected or not set(selected) <= set(known):
+            raise UserError(
+                f"trial.stages names {', '.join(map(shown, selected)) or 'no stage'}; give one or more of the base "
+                f"configuration's, which are {', '.join(known)}"
+            )
+        return tuple(name for name in known if name in selected)
 
     def reported(self, metric: str) -> str:
         """The name of a metric on `score_split` in a trial's record: `test CIDEr-D`, or `CIDEr-D` for validation."""
@@ -299,23 +275,19 @@ class Search:
         return values
 
     def trial_config(
-        self, point: Mapping[str, object], seed: int, weights: str | None = None, member: int | None = None
+        self, point: Mapping[str, object], seed: int, weights: str | None = None, member: str = ""
     ) -> RunConfig:
         """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
 
-        The run's name contains a population's `member`, so that members at the same point have separate runs.
+        member: a part of the name of the run, so that a population's members at the same point have separate runs.
         """
-        values = self.run_values(point)
-        trial, resources = self.config.trial, self.config.resources
-        values["name"] = f"{self.base.name}-{self.config.name}" + ("" if member is None else f"-member-{member}")
+        trial, resources, values = self.config.trial, self.config.resources, self.run_values(point)
         values["stages"] = [stage for stage in values["stages"] if stage.get("name") in self.stages]
         if trial.epochs is not None:
             values["stages"] = [stage | {"epochs": trial.epochs} for stage in values["stages"]]
         set_values(values, trial.set, "trial.set")
-        values["seed"], values["tracking"] = seed, {"enabled": False}
-        if weights is not None:
-            values.setdefault("backbone", {})["weights"] = weights
-        values["workers"] = dict(values.get("workers") or {}) | {
+        values |= {"name": f"{self.base.name}-{self.config.name}{member}", "seed": seed, "tracking": {"enabled": False}}
+        workers = {
             "num_workers": resources.workers,
             "min_workers": None,
             "cpus_per_worker": resources.cpus,
@@ -323,26 +295,21 @@ class Search:
             "threads_per_worker": max(1, int(resources.cpus)),
             "dry_run": False,
         }
-        config = parse_config(values)
-        if config.evaluation.precision == "auto":
-            raise UserError(ONE_PRECISION)
-        return config
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """The resources of each worker of a trial under Ray's names."""
-        resources = self.config.resources
-        return {"CPU": resources.cpus, "GPU": resources.gpus, **self.base.workers.resources}
+        set_values(values, {"workers": workers}, "resources")
+        if weights is not None:
+            set_value(values, "backbone.weights", weights, "backbone")
+        return parse_config(values)
 
     def without_tracker(self) -> Search:
         """The search for the processes of its trials, which need no tracker, whose URI may hold a password."""
         values = {key: value for key, value in self.values.items() if key != "tracking"}
         return Search(self.config.model_copy(update={"set": {}}), values)  # the values contain those of `set`
 
+    @property
     def num_trials(self) -> int | None:
         """The number of trials; None if only budget.hours limits it."""
         budget, most = self.config.budget.trials, self.space.size * len(self.config.seeds)
-        if math.isinf(most) or self.config.algorithm == "pbt":
+        if math.isinf(most) or self.is_population:
             return budget
         return int(most if budget is None else min(most, budget))
 
@@ -361,60 +328,57 @@ class Search:
         return f"{self.config.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
     def check(self) -> None:
-        """Builds the configuration and the model of each choice; UserError names a choice that cannot be built.
-
-        Each choice, or both ends of a range, is combined with the first choices of the other dimensions. In a space of
-        up to 1,000 points the configuration of every point is built as well.
-        """
-        if "auto" in (self.base.evaluation.precision, flatten(self.config.trial.set).get("evaluation.precision")):
-            raise UserError(ONE_PRECISION)
+        """Raises UserError for settings that do not go together, and for a choice or point that cannot be built."""
         for key in self.space.keys:
             self._check_key(key)
+        if any(key.split(".")[0] == "features" for key in flatten(self.config.trial.set)):
+            raise UserError(f"trial.set.features cannot be set: {FIXED_SECTIONS['features']}")
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
             raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
-        if self.config.algorithm == "pbt" and len(self.stages) > 1:
+        if self.is_population and len(self.stages) > 1:
             raise UserError(
-                f"algorithm pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
+                f"scheduler pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
             )
         trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
-        if any(before and not after for before, after in itertools.pairwise(trains_backbone)):
+        if trains_backbone != sorted(trains_backbone):
             raise UserError(
                 f"trial.stages: {', '.join(self.stages)} need new features after the backbone was trained, and a "
                 "search extracts them once; end with the stage that trains it"
             )
-        first = self.space.first()
-        for dimension in self.space.dimensions:
-            for choice in dimension.ends():  # with the first choices of the other dimensions
-                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
-                self._check_point({**first, dimension.key: choice}, name, model=True)
-        settings = self.config.scheduler
-        if settings is not None and settings.grace_epochs > self.total_epochs():
-            raise UserError(
-                f"scheduler.grace_epochs = {settings.grace_epochs:g} is more than the {self.total_epochs():g} epochs "
-                "of a trial; lower it or raise trial.epochs"
-            )
-        if self.space.size <= MAX_CHECKED_POINTS:
-            for point in self.space.points():
-                self._check_point(point, shown(self.space.describe(point)), model=False)
-        for key in flatten(self.config.trial.set):
-            section = key.split(".")[0]
-            if section == "features":  # the trials read what the search has extracted
-                raise UserError(f"trial.set: {key} cannot be set: {FIXED_SECTIONS[section]}")
-        self._check_score_split()
-
-    def _check_score_split(self) -> None:
-        """UserError for a split that is not evaluated, or whose captions would need constraints."""
         data = self.base.data
-        if self.reports_validation:
-            return
-        if self.score_split not in data.test_splits:
+        if self.score_split not in (data.val_split, *data.test_splits):
             raise UserError(
                 f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
                 f"of data.test_splits ({', '.join(data.test_splits)})"
             )
-        first = self.trial_config(self.space.first(), self.config.seeds[0])
-        varies = any(f"{key}." in ("evaluation.", "evaluation.constraints.") for key in self.space.keys)
-        if varies or first.evaluation.constraints is not None:
+        for dimension in self.space.dimensions:
+            for choice in dimension.ends():  # with the first choices of the other dimensions
+                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
+                self._check_point(self.space.first() | {dimension.key: choice}, name, has_model=True)
+        if self.space.size <= MAX_CHECKED_POINTS:
+            for point in self.space.points():  # without its model, which takes 20 ms
+                self._check_point(point, shown(self.space.describe(point)), has_model=False)
+        scheduler, key = self.config.scheduler, "every_epochs" if self.is_population else "grace_epochs"
+        if scheduler is not None and (first := getattr(scheduler, key)) > self.total_epochs():
+            raise UserError(
+                f"scheduler.{key} = {first:g} is more than the {self.total_epochs():g} epochs of a trial; lower it or "
+                "raise trial.epochs"
+            )
+
+    def _check_point(self, point: Mapping[str, object], name: str, *, has_model: bool) -> None:
+        """Builds the configurations of a point and, with `has_model`, its model; an error calls the point `name`."""
+        try:
+            config = self.trial_config(point, self.config.seeds[0])
+            parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
+            if has_model:
+                require_possible_model(config)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"{name} is refused: {error}") from error
+        if config.evaluation.precision == "auto":
+            raise UserError(
+                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
+            )
+        if config.evaluation.constraints is not None and not self.reports_validation:
             raise UserError(
                 "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
                 "them"
@@ -426,28 +390,14 @@ class Search:
         if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
             raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
         for fixed in flatten(self.config.trial.set):
-            # one key is the other or contains it
-            if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):
+            if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):  # one contains the other
                 raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
         if section != "stages" or not parts:
             return
         if parts[0] in {stage.name for stage in self.base.stages} - set(self.stages):
             raise UserError(f"space.{key}: no trial runs the stage {parts[0]}; add it to trial.stages")
-        if parts[-1] == "epochs":
-            if self.config.trial.epochs is not None:
-                raise UserError(f"space.{key}: trial.epochs gives all trials the same; leave one of them out")
-            if self.config.scheduler is not None:
-                raise UserError(f"space.{key} does not go with scheduler asha, which compares trials of one length")
-
-    def _check_point(self, point: Mapping[str, object], name: str, *, model: bool) -> None:
-        """Builds the configurations of a point and, with `model`, its model; an error calls the point `name`."""
-        try:
-            config = self.trial_config(point, self.config.seeds[0])
-            parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
-            if model:
-                require_possible_model(config)
-        except (ValueError, RuntimeError) as error:
-            raise UserError(f"{name} is refused: {error}") from error
+        if parts[-1] == "epochs" and (self.config.trial.epochs is not None or self.config.scheduler is not None):
+            raise UserError(f"space.{key}: trial.epochs and a scheduler need trials of one length; leave them out")
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> Values:

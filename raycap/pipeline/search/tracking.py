@@ -1,20 +1,15 @@
-"""Sends a search to the tracker: a parent run for the search and a child run for every trial.
-
-Each result is sent once; log/tracked.json in the search's folder records what was sent. A tracker that is down neither
-delays a search nor makes it fail.
-"""
+"""Sends the results of a search to the tracker: a parent run for the search and a child run for every trial."""
 
 from __future__ import annotations
 
 import logging
-import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raycap.models.config import Values
-from raycap.pipeline.search.spec import SCORE
-from raycap.pipeline.search.trials import ENDED, TrialLog, TrialRecord
-from raycap.pipeline.storage.atomic import read_json, write_json
+from raycap.pipeline.search.records import TrialRecord
+from raycap.pipeline.search.results import public_settings, result_files, trial_name
+from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.tracking.mlflow_client import (
     experiment_of,
     get_or_create_run,
@@ -27,106 +22,42 @@ from raycap.pipeline.tracking.mlflow_client import (
 
 logger = logging.getLogger(__name__)
 
-PUBLISHED_FILES = ("search.html", "pareto.png", "trials.csv", "trials.parquet", "best.yaml")
-PRIVATE_SETTINGS = {"set", "storage", "base", "backbone"}  # not sent, because they may hold passwords or local paths
 
+def track_search(search: Search, folder: Path, records: Sequence[TrialRecord]) -> None:
+    """Sends the trials and the files of a search's local folder, unless tracking is off.
 
-class SearchTracker:
-    """Sends new results in a background thread, unless tracking is off."""
-
-    def __init__(self, log: TrialLog) -> None:
-        self.log, self.config = log, log.search.base
-        self._wake, self._stop = threading.Event(), threading.Event()
-        self._has_warned = False
-        self._thread = threading.Thread(target=self._send_repeatedly, name="search tracker", daemon=True)
-        if self.config.tracking.enabled:
-            warn_of_local_file(self.config)
-            self._thread.start()
-
-    def wake(self) -> None:
-        """Makes the background thread send what is new."""
-        self._wake.set()
-
-    def close(self, status: str, files: bool = False) -> bool:
-        """Sends the remaining results, with `files` also the search's files, and ends the parent run with `status`.
-
-        Returns False when tracking is off or fails.
-        """
-        if not self.config.tracking.enabled:
-            return False
-        self._stop.set()
-        self._wake.set()
-        self._thread.join()
-        return self._try_to_send(status, files)
-
-    def _send_repeatedly(self) -> None:
-        """Sends what is new after each call of `wake`, until `close` is called."""
-        while self._wake.wait() and not self._stop.is_set():
-            self._wake.clear()
-            self._try_to_send("RUNNING")
-
-    def _try_to_send(self, status: str, files: bool = False) -> bool:
-        """Sends what is new; False, after one log line per search, when the tracker fails."""
-        try:
-            sync_search(self.log, status, files)
-        except Exception as error:  # a failing tracker must not fail the search
-            if not self._has_warned:
-                logger.info(
-                    f"tracker: {public_uri(self.config)} cannot be reached ({reason_of(error)}); results stay in the "
-                    "search's folder and are sent later"
-                )
-            self._has_warned = True
-            return False
-        return True
-
-
-def sync_search(log: TrialLog, status: str, files: bool = False) -> None:
-    """Creates the runs that do not exist yet and sends the results that were not sent before.
-
-    With `files` it also sends the search's files. Errors of the tracker are raised.
+    Runs that exist are replaced. A tracker that is down does not make the search fail: the same command sends again.
     """
-    config, folder = log.search.base, log.folder.path
-    client = tracking_client(config)
-    path = folder / "log" / "tracked.json"
-    sent_by_tracker: Values = read_json(path) if path.is_file() else {}
-    # parent: a run id. trials: run ids by trial number. ended: the numbers of trials whose results were sent.
-    sent: Values = sent_by_tracker.setdefault(public_uri(config), {"parent": None, "trials": {}, "ended": []})
-    experiment = experiment_of(client, config)
-    if sent["parent"] is None:
-        tags = {"mlflow.runName": folder.name, "raycap.search": folder.name}
-        parent = str(client.create_run(experiment, tags=tags).info.run_id)
-        sent["parent"] = parent
-        write_json(path, sent_by_tracker)
-        settings = log.search.config.model_dump(mode="json", exclude=PRIVATE_SETTINGS)
-        log_params(client, parent, {key: str(value) for key, value in settings.items()})
-    for record in list(log.records):
-        number = str(record.number)  # a string, because JSON's keys are strings
-        if number in sent["ended"]:
-            continue
-        if number not in sent["trials"]:
-            sent["trials"][number] = _get_or_create_trial(client, experiment, log, record, sent["parent"])
-            write_json(path, sent_by_tracker)
-        if record.state in ENDED:
-            _send_trial(client, record, sent["trials"][number])
-            sent["ended"].append(number)
-            write_json(path, sent_by_tracker)
-    if files:
-        for file in [*PUBLISHED_FILES, *(path.name for path in sorted(folder.glob("front-*.yaml")))]:
-            if (folder / file).is_file():
-                client.log_artifact(sent["parent"], str(folder / file))
-    if status == "RUNNING":
-        client.update_run(sent["parent"], status=status)
+    config = search.base
+    if not config.tracking.enabled:
+        return
+    warn_of_local_file(config)
+    try:
+        _send(search, folder, records)
+    except Exception as error:
+        logger.warning(
+            f"tracker: {public_uri(config)} cannot be reached ({reason_of(error)}); the results are in {folder}, and "
+            "the same command sends them"
+        )
     else:
-        client.set_terminated(sent["parent"], status)
+        logger.info(f"tracking     {public_uri(config)}")
 
 
-def _get_or_create_trial(client: Any, experiment: str, log: TrialLog, record: TrialRecord, parent: str) -> str:
-    """The id of MLflow's run for a trial, which is created if it does not exist."""
-    match = {"mlflow.parentRunId": parent, "mlflow.runName": f"trial-{record.number}"}
-    run_id = get_or_create_run(client, experiment, match, {"raycap.search": log.folder.path.name})
-    values = log.search.space.changes(record.point) | {"seed": record.seed}
-    log_params(client, run_id, {key: str(value) for key, value in values.items()})
-    return run_id
+def _send(search: Search, folder: Path, records: Sequence[TrialRecord]) -> None:
+    """Like `track_search`, but raises the tracker's errors."""
+    client = tracking_client(search.base)
+    experiment, tags = experiment_of(client, search.base), {"raycap.search": folder.name}
+    parent = get_or_create_run(client, experiment, {"mlflow.runName": folder.name}, tags)
+    log_params(client, parent, {key: str(value) for key, value in public_settings(search).items()})
+    for record in records:
+        match = {"mlflow.parentRunId": parent, "mlflow.runName": trial_name(search, record)}
+        run_id = get_or_create_run(client, experiment, match, tags)
+        values = search.space.changes(record.point) | {"seed": record.seed}
+        log_params(client, run_id, {key: str(value) for key, value in values.items()})
+        _send_trial(client, record, run_id)
+    for file in result_files(folder):
+        client.log_artifact(parent, str(file))
+    client.set_terminated(parent, "FINISHED" if any(record.state != "failed" for record in records) else "FAILED")
 
 
 def _send_trial(client: Any, record: TrialRecord, run_id: str) -> None:

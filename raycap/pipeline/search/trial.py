@@ -1,28 +1,21 @@
-"""Runs one trial in the current process: an ordinary run that reports its validations and costs.
-
-A failure is returned as an outcome.
-"""
+"""Runs one trial in the current process: an ordinary run that reports its validations and costs."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
-import statistics
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from raycap.models.base import Features
-from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, build_model, cost
+from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, cost
 from raycap.models.config import Values
-from raycap.models.decoding.search import beam_search
 from raycap.pipeline.config.run import RunConfig, total_steps
 from raycap.pipeline.data.caption_files import ImageId, read_predictions
 from raycap.pipeline.data.dataset import Dataset
@@ -34,47 +27,53 @@ from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import Context, LocalContext
 from raycap.pipeline.runtime.processor import device_for
-from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.search.records import Reports, SearchPlan, TrialRecord
 from raycap.pipeline.search.spec import SCORE, Search
-from raycap.pipeline.search.trials import MEMORY_REASON, Reports, SearchPlan, TrialOutcome
-from raycap.pipeline.storage.atomic import atomic_path, is_disk_full, read_json, write_json
-from raycap.pipeline.storage.mirror import Mirror
+from raycap.pipeline.storage.atomic import atomic_path, read_json, write_json
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
-from raycap.pipeline.storage.s3 import OutageError
-from raycap.pipeline.storage.weights import load_weights, weights_file_digest
+from raycap.pipeline.storage.weights import weights_file_digest
 from raycap.pipeline.training.loop import StageJob, train_stages
 
-# sends the run's folder, or a validation, to the search; raises SystemExit to stop the trial
-Report = Callable[[Values], None]
 HANDOVER_PATIENCE_S = 120  # for a checkpoint that is still being written
-LATENCY_REPEATS = 5  # measurements, after one that warms up the model
 
 
 @dataclass(frozen=True)
 class TrialTask:
-    """The input of a trial's process. Only members of a population have `member` and `handover`."""
+    """The input of a trial's process."""
 
     plan: SearchPlan
+    trial_id: str
     point: Values
     seed: int
-    member: int | None = None  # the trial's number
-    handover: StoragePath | None = None  # the folder with a copy of the state to continue from
+    handover: Path | None = None  # a folder with the state to continue from; only in a population
+
+
+# Sends a trial to the search, and in a population a folder with a copy of the run's state. Raises SystemExit to stop
+# the trial.
+Report = Callable[[TrialRecord, "Handover | None"], None]
+
+
+@dataclass(frozen=True)
+class Handover:
+    """The state of a run after a validation."""
+
+    run: RunFolder
+    stage: str
+    step: int
 
 
 class TrialContext(LocalContext):
-    """The training context of a trial. It calls `send` with every validation; `send` raises SystemExit to stop it."""
+    """The training context of a trial, which sends every validation but the last, whose scores come with the end."""
 
-    def __init__(self, run: RunFolder, send: Report, costs: dict[str, float]) -> None:
+    def __init__(self, run: RunFolder, send: Callable[[Reports, Handover], None]) -> None:
         super().__init__(trial_device(run.config))
-        self.run, self.send, self.costs = run, send, costs
+        self.run, self.send = run, send
 
     def report(self, metrics: Values) -> None:
-        """Sends a validation, except the last one, which belongs to the trial's outcome."""
-        ((epoch, is_last),) = epochs_of(self.run, [(metrics["stage"], metrics["step"])])
+        stage, step = metrics["stage"], metrics["step"]
+        ((_, is_last),) = epochs_of(self.run, [(stage, step)])
         if not is_last:
-            score = best_scores(self.run)[-1][1]
-            result = {"epoch": epoch, SCORE: score, "run": str(self.run.root), "costs": self.costs}
-            self.send(result | {"stage": metrics["stage"], "step": metrics["step"], "folder": self.run})
+            self.send(best_scores(self.run), Handover(self.run, stage, step))
 
 
 def trial_device(config: RunConfig) -> torch.device:
@@ -91,38 +90,15 @@ def train_here(job: StageJob, context: Context) -> None:
 Train = Callable[[StageJob, TrialContext], None]
 
 
-def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> TrialOutcome:
-    """Trains a point with a seed, and resumes its run if it exists.
+def run_trial(task: TrialTask, report: Report, train: Train = train_here) -> TrialRecord:
+    """Trains a point with a seed, and resumes its run if it exists. Returns the finished trial.
 
-    An error becomes a failed outcome. SystemExit propagates: Ray Tune raises it in `report` to stop the trial. Raises
-    OutageError when the storage is out of order or a disk is full, because the point is not at fault.
+    SystemExit propagates: Ray Tune raises it in `report` to stop the trial.
     """
-    begin = time.monotonic()
-    try:
-        outcome = _run_trial(task, report, train)
-    except OutageError:
-        raise
-    except Exception as error:
-        if is_disk_full(error):  # another machine may have space
-            raise OutageError(str(error)) from error
-        outcome = TrialOutcome("failed", reason_of(error))
-    return replace(outcome, seconds=time.monotonic() - begin)
-
-
-def reason_of(error: BaseException) -> str:
-    """The error as one line, which starts with MEMORY_REASON if that was the cause."""
-    text = " ".join(without_secrets(str(error)).split())[:500] or type(error).__name__
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return f"{MEMORY_REASON}: {text}"
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-
-
-def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
-    """Like `run_trial`, but raises errors."""
     plan, search = task.plan, task.plan.search
     options = search.base.storage.options
     start = None if plan.start is None else str(_local_file(storage_path(plan.start, options)))
-    config = search.trial_config(task.point, task.seed, start, task.member)
+    config = search.trial_config(task.point, task.seed, start, f"-{task.trial_id}" if search.is_population else "")
     prepared = prepare(config, _cached_data(config))
     if plan.weights is not None and prepared.home is None:
         share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
@@ -145,30 +121,38 @@ def _run_trial(task: TrialTask, report: Report, train: Train) -> TrialOutcome:
             prepared.remove_copy(unused_for_s=time.time() - begin)
 
 
-def _train_and_score(task: TrialTask, job: StageJob, run: RunFolder, report: Report, train: Train) -> TrialOutcome:
+def _train_and_score(task: TrialTask, job: StageJob, run: RunFolder, report: Report, train: Train) -> TrialRecord:
     """Trains the stages of a trial that are not finished, captions its split, and measures its scores and costs."""
-    plan, search, names = task.plan, task.plan.search, job.stages
-    costs = costs_of(run)
-    is_captioned = job.caption_split is None or split_captions(run, job.caption_split, plan.excluded) is not None
+    search, names, excluded = task.plan.search, job.stages, task.plan.excluded
+    costs, place = costs_of(run), str(run.root)
+
+    def send(reports: Reports, handover: Handover) -> None:
+        record = TrialRecord(task.trial_id, task.point, task.seed, run=place, reports=reports, costs=costs)
+        report(record, handover if search.is_population else None)
+
+    is_captioned = job.caption_split is None or split_captions(run, job.caption_split, excluded) is not None
     if not is_captioned or any(run.result(name) is None for name in names):
-        report({"run": str(run.root)})  # its journal shows that the trial makes progress
-        train(job, TrialContext(run, report, costs))
+        train(job, TrialContext(run, send))
     costs["seconds"] = trained_seconds(run)
-    if "latency_ms" in search.config.objectives:
-        costs["latency_ms"] = latency_ms(run)
-    scores = scores_of(run, search, plan.excluded)
+    scores = scores_of(run, search, excluded)
     for name in search.config.objectives:
         if name in search.config.metrics and name != SCORE and name not in scores:
             raise RuntimeError(f"the objective {name} cannot be computed here; `raycap score` shows the reason")
     results = [result for name in names if (result := run.result(name))]
-    return TrialOutcome(
-        "finished",
-        reason="; ".join(result.ended_early for result in results if result.ended_early),
-        run=str(run.root),
-        reports=final_scores(run),
-        scores=scores,
-        costs=costs,
+    reason = "; ".join(result.ended_early for result in results if result.ended_early)
+    return TrialRecord(
+        task.trial_id, task.point, task.seed, "finished", reason, place, final_scores(run), scores, costs
     )
+
+
+def metrics_of(record: TrialRecord, objectives: Sequence[str]) -> Values:
+    """The metrics of a trial that Ray Tune gets: the record, the epoch, and each objective.
+
+    An objective that is measured at the end of a trial is NaN before. Ray Tune refuses a report without it.
+    """
+    values = {name: record.value(name) for name in (SCORE, *objectives)}
+    numbers = {name: math.nan if value is None else value for name, value in values.items()}
+    return {"epoch": record.epoch, **numbers, "record": asdict(record)}
 
 
 def _local_file(file: StoragePath) -> Path:
@@ -194,63 +178,42 @@ def _cached_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
     return _CACHED_DATA[key]
 
 
-def hand_over(run: RunFolder, stage: str, step: int, folder: StoragePath) -> StoragePath:
-    """Copies a stage's state into a new folder below `folder`: a step's checkpoint, the best weights and the journal.
+def hand_over(state: Handover, target: Path) -> None:
+    """Copies a run's state into the folder `target`: a step's checkpoint, the best weights and the journal.
 
     Raises TimeoutError when the checkpoint is not complete within `HANDOVER_PATIENCE_S`.
     """
-    source, deadline = run.stage(stage), time.monotonic() + HANDOVER_PATIENCE_S
-    while not (source / f"step-{step}").is_dir():
+    run, source, deadline = state.run, state.run.stage(state.stage), time.monotonic() + HANDOVER_PATIENCE_S
+    checkpoint = source / f"step-{state.step}"
+    while not checkpoint.is_dir():
         if time.monotonic() > deadline:
-            checkpoint = source / f"step-{step}"
             raise TimeoutError(f"the checkpoint {checkpoint} was not written within {HANDOVER_PATIENCE_S} s")
         time.sleep(0.02)
     # Training removes older best weights meanwhile, so only those that the checkpoint refers to are copied.
-    best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]
-    target = folder / uuid.uuid4().hex
-    with _editable_copy(target) as copy:
-        for name in (f"step-{step}", f"best-{best_step}"):
-            shutil.copytree(source / name, copy / name)
-        shutil.copyfile(source / "predictions-val.json", copy / "predictions-val.json")
-        shutil.copytree(run.journal, copy / run.journal.name)
-        write_json(copy / "from.json", {"run": run.run_id, "stage": stage})
-    return target
+    best_step = read_json(checkpoint / "progress.json")["best_step"]
+    for name in (checkpoint.name, f"best-{best_step}"):
+        shutil.copytree(source / name, target / name)
+    shutil.copyfile(source / "predictions-val.json", target / "predictions-val.json")
+    shutil.copytree(run.journal, target / run.journal.name)
+    write_json(target / "from.json", {"run": run.run_id, "stage": state.stage})
 
 
-@contextmanager
-def _editable_copy(folder: StoragePath) -> Iterator[Path]:
-    """A local folder whose files are in `folder` afterwards: the folder itself, or a temporary one that is uploaded."""
-    if not folder.is_remote:
-        folder.path.mkdir(parents=True)
-        yield folder.path
-        return
-    with tempfile.TemporaryDirectory(prefix="raycap-handover-") as scratch:
-        local = Path(scratch) / "copy"
-        local.mkdir()
-        yield local
-        Mirror(folder, local).push()
-
-
-def take_over(run: RunFolder, handover: StoragePath) -> None:
+def take_over(run: RunFolder, copy: Path) -> None:
     """Replaces a run's state by the copy that `hand_over` made of another run; ignores a copy of the same run."""
-    with tempfile.TemporaryDirectory(prefix="raycap-handover-") as scratch:
-        copy = handover.path if not handover.is_remote else Path(scratch) / "copy"
-        if handover.is_remote:
-            Mirror(handover, copy).pull()
-        origin = read_json(copy / "from.json")
-        if origin["run"] == run.run_id:
-            return
-        stage = run.stage(origin["stage"])
-        shutil.rmtree(stage, ignore_errors=True)
-        stage.mkdir(parents=True)
-        for path in (*copy.glob("step-*"), *copy.glob("best-*")):
-            shutil.copytree(path, stage / path.name)
-        # a run refuses a checkpoint with another identity, so the copy gets this run's
-        for path in stage.glob("step-*/progress.json"):
-            write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
-        shutil.copyfile(copy / "predictions-val.json", stage / "predictions-val.json")
-        shutil.rmtree(run.journal, ignore_errors=True)
-        shutil.copytree(copy / run.journal.name, run.journal)
+    origin = read_json(copy / "from.json")
+    if origin["run"] == run.run_id:
+        return
+    stage = run.stage(origin["stage"])
+    shutil.rmtree(stage, ignore_errors=True)
+    stage.mkdir(parents=True)
+    for path in (*copy.glob("step-*"), *copy.glob("best-*")):
+        shutil.copytree(path, stage / path.name)
+    # a run refuses a checkpoint with another identity, so the copy gets this run's
+    for path in stage.glob("step-*/progress.json"):
+        write_json(path, read_json(path) | {"identity": f"{run.run_id}/{origin['stage']}"})
+    shutil.copyfile(copy / "predictions-val.json", stage / "predictions-val.json")
+    shutil.rmtree(run.journal, ignore_errors=True)
+    shutil.copytree(copy / run.journal.name, run.journal)
     if run.home is not None:
         (run.home / JOURNAL).delete_folder()  # parts that this copy has not seen
     run.push("stages", JOURNAL)
@@ -327,25 +290,6 @@ def costs_of(run: RunFolder) -> dict[str, float]:
     costs = {"macs": counted.paper, "macs_executed": counted.executed}
     costs |= {"macs_beam_search": counted.beam_search, "parameters": counted.parameters}
     return {name: float(value) for name, value in costs.items() if value is not None}
-
-
-def latency_ms(run: RunFolder) -> float:
-    """The median time in milliseconds in which the trained model encodes one image and searches for its caption."""
-    settings, device = run.config.evaluation, trial_device(run.config)
-    model = build_model(run.config.model, run.metadata.sizes)
-    load_weights(model, run.delivered_weights("model"))
-    model = model.eval().to(device)
-    tokens = run.metadata.num_tokens
-    boxes = torch.rand(1, tokens, 4, device=device) if run.config.model.needs_boxes else None
-    features = Features(torch.randn(1, tokens, run.metadata.sizes.feature_width, device=device), boxes=boxes)
-    times = []
-    for _ in range(LATENCY_REPEATS + 1):
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            memory = model.encode(features)
-            beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length).tokens.tolist()
-        times.append(1000 * (time.perf_counter() - begin))
-    return statistics.median(times[1:])  # without the first, which warms up the model
 
 
 def scores_of(run: RunFolder, search: Search, excluded: list[str]) -> dict[str, float]:

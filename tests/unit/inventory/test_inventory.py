@@ -118,7 +118,7 @@ def test_foreign_files_are_never_touched(local: FakeStorage, wait: Wait) -> None
         local.write(name, b"1")
     local.write("models/readme", b"1")
     local.write("retrain/x/y/z", b"1")
-    local.write("searches/a/trials/1.txt", b"1")
+    local.write("searches/a/notes.txt", b"1")
     local.write("features/mine/1.npy", b"1")
     wait(100)
     found = read_contents(local.place)["runs"]
@@ -167,7 +167,7 @@ def test_what_is_not_known_is_kept(local: FakeStorage, wait: Wait, damage: str) 
     local.run("demo-1", 1, complete=False)
     local.features("f1", "of no run")
     if damage == "trial":
-        local.write("searches/s/trials/00001.json", b"{")
+        local.write("searches/s/trials.json", b"[")
     elif damage == "champion":
         local.write("retrain/demo/champion.json", b"{")
     else:

@@ -1,7 +1,8 @@
-"""The backbone of a search: the base's, a finished run's, a stand-in's, or a file's."""
+"""The backbone of a search: the base's, a finished run's, or a file's."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raycap.jobs.tune.features import find_backbone
+from raycap.jobs.tune.features import find_backbone, require_backbone_file
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
@@ -17,7 +18,7 @@ from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.search.spec import Search
 from raycap.pipeline.storage.atomic import write_json
-from tests.support.logs import on_message
+from tests.conftest import small_config
 from tests.support.searches import small_search
 
 
@@ -34,56 +35,37 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
         write_json(run.stage(stage) / "DONE.json", asdict(result))
 
 
-def backbone_of(search: Search) -> tuple[Backbone, list[str]]:
-    """The backbone that a trial's configuration builds, and the log messages."""
-    messages: list[str] = []
-    with on_message(messages.append):
-        dataset, _ = find_data(search.base)
-        source = find_backbone(search, dataset, None)
+def backbone_of(search: Search) -> Backbone:
+    """The backbone that a trial's configuration builds."""
+    source = find_backbone(search, find_data(search.base)[0])
+    assert source is not None
     config = search.trial_config(search.space.first(), 5, str(source.start))
     backbone = Backbone(config.backbone)
     stored = load_file(source.weights)
     assert all(torch.equal(stored[name], tensor) for name, tensor in backbone.state_dict().items())
-    return backbone, messages
+    return backbone
 
 
-def test_a_finished_run_gives_the_backbone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This needs the end of every stage that trains the backbone. Before, a stand-in is trained."""
-    search = small_search(tmp_path, backbone={"weights": "run", "set": {"stages.xe_finetune.epochs": 2}})
+def test_a_finished_run_gives_the_backbone(tmp_path: Path, log_lines: list[str]) -> None:
+    """Every stage that trains the backbone must have ended. The file that is exported gives the same backbone."""
+    search = small_search(tmp_path, backbone="run")
     run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
     pretend_training(run, trained[:1])
-
-    trained_stages = []
-
-    def train(config, address):  # type: ignore[no-untyped-def]
-        trained_stages.append([(stage.name, stage.epochs) for stage in config.stages])
-        stand_in = prepare(config)
-        pretend_training(stand_in, ["xe_frozen", "xe_finetune"])
-        return stand_in
-
-    monkeypatch.setattr("raycap.jobs.tune.features.train", train)
-    backbone, messages = backbone_of(search)
-    assert trained_stages == [[("xe_frozen", 0.7), ("xe_finetune", 2.0)]]
-    assert "a stand-in is trained now" in messages[-1]
-    assert backbone.swin.norm.bias[0] == 2
-    _, messages = backbone_of(search)
-    assert len(trained_stages) == 1 and "a stand-in exists" in messages[-1]
-
-    (run.stage(trained[0]) / "DONE.json").unlink()
-    for path in run.stage(trained[0]).glob("best-*/*"):
-        path.unlink()
-    (run.stage(trained[0]) / "best-1").rmdir()
+    with pytest.raises(UserError, match=r"no run of base\.yaml in .* has trained its backbone; run `raycap run base"):
+        backbone_of(search)
+    shutil.rmtree(run.path / "stages")
     pretend_training(run, trained)
-    backbone, messages = backbone_of(search)
-    assert f"from the finished run {run.run_id}" in messages[-1] and backbone.swin.norm.bias[0] == len(trained)
+    assert backbone_of(search).swin.norm.bias[0] == len(trained) == 2
+    assert f"backbone  from the run {run.run_id}" in log_lines
+    (file,) = (search.base.working_path / "backbones").glob("*-timm.safetensors")
+    assert backbone_of(small_search(tmp_path, backbone=str(file))).swin.norm.bias[0] == 2
+    assert backbone_of(small_search(tmp_path)).swin.norm.bias[0] != 2, "the base's initial backbone"
 
 
 def test_invalid_backbones_are_refused(tmp_path: Path) -> None:
-    for section, words in (
-        ({"weights": "run", "stages": ["nothere"]}, "has no 'nothere'"),
-        ({"weights": "run", "stages": ["xe_frozen"]}, "none of xe_frozen trains the backbone"),
-        ({"weights": str(tmp_path / "absent.pth")}, "is no file"),
-    ):
-        with pytest.raises(UserError, match=words):
-            backbone_of(small_search(tmp_path, backbone=section))
+    with pytest.raises(UserError, match="is no file; give a file, base or run"):
+        require_backbone_file(small_search(tmp_path, backbone=str(tmp_path / "absent.pth")))
+    search = small_search(tmp_path, backbone="run", set={"stages": small_config(tmp_path)["stages"][:1]})
+    with pytest.raises(UserError, match="no stage of the base configuration trains it"):
+        require_backbone_file(search)

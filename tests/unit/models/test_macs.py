@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from raycap.models.captioner import TABLE_6_SIZES, cost, model_on_meta
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.layers import MASKED_SCORE, attend, cached_for_steps
-from raycap.pipeline.evaluation.comparison.published import ablation
+from raycap.pipeline.evaluation.comparison.published import published_tables
 
 SMALL = {"d_model": 32, "d_ff": 48, "num_heads": 4, "num_encoder_layers": 2, "num_decoder_layers": 2}
 
@@ -23,12 +23,11 @@ def test_parameters_of_the_paper() -> None:
 
 
 def test_table_6() -> None:
-    assert len(ablation()) == 12
-    for row in ablation():
-        groups, vectors, published = row.static_expansion, row.dynamic_expansion, row.macs
-        config = ExpansionNetConfig(static_expansion=groups, dynamic_expansion=vectors)
-        counted = model_on_meta(config, TABLE_6_SIZES).paper_macs(144, 12.5)
-        assert 5000 * counted == pytest.approx(published, rel=1e-3)
+    (table,) = published_tables("expansionnet_v2")
+    assert len(table.rows) == 12
+    for row in table.rows:
+        counted = model_on_meta(ExpansionNetConfig(**row.settings), TABLE_6_SIZES).paper_macs(144, 12.5)
+        assert 5000 * counted == pytest.approx(row.macs, rel=1e-3)
     baseline = model_on_meta(ExpansionNetConfig(name="transformer"), TABLE_6_SIZES).paper_macs(144, 12.5)
     assert 5000 * baseline == pytest.approx(9.28e12, rel=1e-3)
 

@@ -22,11 +22,11 @@ from raycap.pipeline.evaluation.reports.page import (
     Report,
     ReportImage,
     ReportStage,
-    Table,
     choose_images,
     curve,
     write_report,
 )
+from raycap.pipeline.evaluation.reports.tables import Table
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\" 'single' {{ 7 * 7 }} SCRIPT_DIGEST"

@@ -8,11 +8,10 @@ from typing import Any
 import yaml
 
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.results import PointResult, point_results
+from raycap.pipeline.search.results import point_results
 from raycap.pipeline.search.spec import Search, load_search
-from raycap.pipeline.search.trials import TrialOutcome
 from tests.conftest import small_config
-from tests.support.searches import open_log, run_log, write_search
+from tests.support.searches import trials_of, write_search
 
 SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
 METRICS = ["BLEU-4", "CIDEr-D", "SPICE"]
@@ -25,19 +24,18 @@ def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **cha
     path = write_search(tmp_path, **(settings | changes))
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(small_config(tmp_path / "storage", model=SIZES | model)))
     search = load_search(path)
-    log, numbered_scores = open_log(search, tmp_path / "search"), iter(enumerate(scores, 1))
+    numbered_scores = iter(enumerate(scores, 1))
 
-    def outcome(changes: dict[str, Any], seed: int) -> TrialOutcome:
+    def outcome(changes: dict[str, Any], seed: int) -> dict[str, Any]:
         number, score = next(numbered_scores)
-        return TrialOutcome(
-            "finished",
-            reports=[(1.0, score)],
-            scores={"CIDEr-D": score, "BLEU-4": score / 4},
-            costs={"macs_executed": 1e6 * number, "parameters": 2e3},
-        )
+        return {
+            "state": "finished",
+            "reports": [(1.0, score)],
+            "scores": {"CIDEr-D": score, "BLEU-4": score / 4},
+            "costs": {"macs_executed": 1e6 * number, "parameters": 2e3},
+        }
 
-    assert run_log(log, outcome) == len(scores)
-    return search, point_results(log)
+    return search, point_results(search, trials_of(search, outcome))
 
 
 def test_memory_slots_next_to_table_6(tmp_path: Path) -> None:
@@ -56,25 +54,13 @@ def test_memory_slots_next_to_table_6(tmp_path: Path) -> None:
 
 
 def test_rows_of_clustformer_are_found_by_all_their_settings(tmp_path: Path) -> None:
-    rows = [
-        {"model.encoder_clusters": "none", "model.decoder_clusters": "none"},
-        {"model.window": 2},
-        {"model.sampling": 4},
-        {"model.sampling": 1},  # no row of the paper
-        {"model.sampling": 2},
-    ]
+    """Sampling 1 is no row of the paper."""
+    rows: list[dict[str, Any]] = [{"model.encoder_clusters": "none", "model.decoder_clusters": "none"}]
+    rows += [{"model.window": 2}, {"model.sampling": 4}, {"model.sampling": 1}, {"model.sampling": 2}]
     search, results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], rows=rows)
     ((title, _, columns, table),) = comparisons(search, results)
     assert "Table 1 (Ada-ClustFormer)" in title
     scores = {label: row[columns.index("CIDEr-D")] for label, row in table}
-    assert scores == {
-        "base": "1.0000",
-        "decoder only": "",
-        "encoder 2-D only": "",
-        "encoder 1-D only": "",
-        "without equation 6": "",
-        "sampling 4": "1.1000",
-        "fixed window 2": "1.2000",
-        "full": "1.4000",
-    }
-    assert all(isinstance(result, PointResult) for result in results)
+    names = ["base", "decoder only", "encoder 2-D only", "encoder 1-D only", "without equation 6"]
+    assert list(scores) == [*names, "sampling 4", "fixed window 2", "full"]
+    assert list(scores.values()) == ["1.0000", "", "", "", "", "1.1000", "1.2000", "1.4000"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,19 @@ import yaml
 from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences
 
-ABLATION_COLUMNS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D", "SPICE")
-
 
 @dataclass(frozen=True)
-class PrintedRow:
-    """A row of a paper's table. settings: its values for keys of the section `model`."""
+class PublishedRow:
+    """A row of a paper's ablation.
+
+    settings: its values for keys of the section `model`. macs: the multiply-accumulates of the captioner, without the
+    backbone, for 5,000 images and captions; None if the paper does not state them.
+    """
 
     name: str
     scores: dict[str, float]
-    settings: Values = field(default_factory=dict)
+    settings: Values
+    macs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,29 +49,15 @@ class FinalRow:
 
 
 @dataclass(frozen=True)
-class AblationRow:
-    """A row of ExpansionNet v2's ablation. An expansion that is None is replaced by attention."""
-
-    static_expansion: tuple[int, ...] | None
-    dynamic_expansion: int | None
-    scores: dict[str, float]
-    macs: float  # multiply-accumulates of the captioner, without the backbone, for 5,000 images and captions
-
-    @property
-    def settings(self) -> Values:
-        """The row's keys of the section `model`."""
-        return {"static_expansion": self.static_expansion, "dynamic_expansion": self.dynamic_expansion}
-
-
-@dataclass(frozen=True)
-class PrintedTable:
-    """A table of a paper. baseline: the index of the row from which reports show the differences."""
+class PublishedTable:
+    """The table of a paper's ablation. baseline: the index of the row from which reports show the differences."""
 
     title: str
-    columns: Sequence[str]
+    columns: Sequence[str]  # the metrics
     keys: Sequence[str]  # the keys of the section `model` in which rows differ. Each row sets all of these keys.
-    rows: Sequence[PrintedRow]
+    rows: Sequence[PublishedRow]
     baseline: int = 0
+    protocol: str = "Karpathy test after SCST, beam 5"
 
 
 @functools.cache
@@ -78,27 +67,23 @@ def _published() -> Values:
 
 
 @functools.cache
-def ablation() -> tuple[AblationRow, ...]:
-    """The ablation of ExpansionNet v2: the scores of its Table I, and the costs of its Table VI."""
-    return tuple(
-        AblationRow(groups and tuple(groups), vectors, dict(zip(ABLATION_COLUMNS, scores, strict=True)), macs)
-        for groups, vectors, scores, macs in _published()["ablation"]
-    )
-
-
-@functools.cache
-def printed_tables(compare: str | None) -> tuple[PrintedTable, ...]:
-    """The tables for a value of a search's key `compare`. ExpansionNet v2 has none, because its table is `ablation`."""
+def published_tables(compare: str | None) -> tuple[PublishedTable, ...]:
+    """The tables for a value of a search's key `compare`."""
     return tuple(_table(**table) for table in _published()["tables"].get(compare, ()))
 
 
-def _table(rows: list[Any], **table: Any) -> PrintedTable:
-    """Builds a table of published.yaml. rows: lists [name, values of the keys, scores]. table: the other fields."""
-    printed = []
-    for name, values, scores in rows:
-        by_column = dict(zip(table["columns"], scores, strict=True))
-        printed.append(PrintedRow(name, by_column, dict(zip(table["keys"], values, strict=True))))
-    return PrintedTable(rows=printed, **table)
+def _table(rows: list[Any], **table: Any) -> PublishedTable:
+    """Builds a table of published.yaml.
+
+    rows: lists [name, values of the keys, scores], with multiply-accumulates as a fourth item if the paper states them.
+    table: the other fields.
+    """
+    published = []
+    for name, values, scores, *macs in rows:
+        settings = [tuple(value) if isinstance(value, list) else value for value in values]
+        by_key, by_metric = zip(table["keys"], settings, strict=True), zip(table["columns"], scores, strict=True)
+        published.append(PublishedRow(name, dict(by_metric), dict(by_key), *macs))
+    return PublishedTable(rows=published, **table)
 
 
 def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tuple[FinalRow, str]]:

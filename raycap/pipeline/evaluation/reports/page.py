@@ -20,7 +20,7 @@ from raycap.models.config import Values
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.confidence import Quality
-from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE
+from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Table
 from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
@@ -68,16 +68,6 @@ class ReportStage:
     name: str
     curves: dict[str, list[tuple[int, float]]]
     summary: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table below the scores. rows: (label, one cell per column). note: a line above the table."""
-
-    title: str
-    note: str
-    columns: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[str]]]
 
 
 @dataclass(frozen=True)

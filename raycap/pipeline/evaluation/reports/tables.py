@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.bootstrap import Spread
@@ -14,6 +14,15 @@ from raycap.pipeline.evaluation.scores.metrics import MetricScores
 UNAVAILABLE = "unavailable"  # a cell that starts with this word explains why a value is missing
 MAIN_OBJECT = "main object"  # the only column in percent, because its values are shares
 Rows = list[tuple[str, list[str]]]
+
+
+class Table(NamedTuple):
+    """A table of a page. rows: (label, one cell per column). note: a line above the table."""
+
+    title: str
+    note: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
 
 
 def format_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
