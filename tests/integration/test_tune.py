@@ -145,7 +145,7 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
 
 
 def test_members_of_a_population_copy_weights(tmp_path: Path, ray_session: None) -> None:
-    """A member that copied another one has its journal up to the copy, and its own run."""
+    """A member that copied another one has its journal up to the copy. Each member and point has its own run."""
     changes: dict[str, Any] = {"space": {LR: [1e-7, 1e-3, 3e-3]}, "objectives": {"CIDEr-D": "max"}}
     changes |= {"trial": TRIAL | {"epochs": 20}, "budget": {"trials": 3}}
     path = write_search(tmp_path, scheduler={"name": "pbt", "every_epochs": 2, "quantile": 0.5}, **changes)
@@ -153,7 +153,7 @@ def test_members_of_a_population_copy_weights(tmp_path: Path, ray_session: None)
     records = records_of(tmp_path / "storage")
     assert [record["state"] for record in records] == ["finished"] * 3
     runs = [Path(record["run"]) for record in records]
-    assert len(set(runs)) == 3 == len(training_of(tmp_path / "storage"))
+    assert len(set(runs)) == 3
     firsts = [next(entry for entry in read_journal(run / JOURNAL) if entry["kind"] == "validation") for run in runs]
     assert len({entry["time"] for entry in firsts}) < 3, "no member copied another one"
     assert all(len(record["reports"]) == 20 for record in records)

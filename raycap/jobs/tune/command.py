@@ -122,10 +122,11 @@ def _run_trials(
 
     Progress.on_change = staticmethod(on_change)
     Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())
-    results = make_tuner(search, plan, folder, _concurrent(search), retry_failed).fit()
+    Progress.is_interrupted = False  # no step follows if all trials of a continued search have ended
+    make_tuner(search, plan, folder, _concurrent(search), retry_failed).fit()
     if lease is not None:
         lease.check()
-    if results.num_terminated + results.num_errors < len(results):
+    if Progress.is_interrupted:
         raise KeyboardInterrupt
     folder.write(Progress.ended)
     return Progress.ended

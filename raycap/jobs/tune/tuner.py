@@ -266,6 +266,7 @@ class Progress(tune.Callback):
     on_change: ClassVar[Callable[[TrialRecord], None]]
     on_step: ClassVar[Callable[[], None]]
     ended: ClassVar[list[TrialRecord]]  # all trials, when the experiment has ended
+    is_interrupted: ClassVar[bool]  # after Ctrl-C, which Ray Tune answers with the end of the experiment
 
     def __init__(self, scheduler: TrialScheduler) -> None:
         self.scheduler = scheduler
@@ -278,6 +279,10 @@ class Progress(tune.Callback):
 
     def on_step_begin(self, iteration: int, trials: Any, **_: object) -> None:
         type(self).on_step()
+
+    def on_step_end(self, iteration: int, trials: Any, **_: object) -> None:
+        """Notes trials that have not ended. If this was the last step, Ctrl-C was pressed, and Ray Tune ends them."""
+        type(self).is_interrupted = not all(trial.is_finished() for trial in trials)
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
         self._changed(trial)
