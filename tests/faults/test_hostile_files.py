@@ -35,7 +35,7 @@ from raycap.pipeline.data.image_sources import MAX_PIXELS
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.word_vectors import read_word_vectors
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.search.records import TrialRecord, read_records
@@ -308,7 +308,7 @@ def test_a_mutated_file_is_read_or_refused_in_one_sentence(
             form.read(path)
         except (UnicodeError, json.JSONDecodeError, ValidationError):
             raise
-        except (UserError, BadImage, StorageError, OSError) as error:
+        except (UserError, DamagedError, BadImage, StorageError, OSError) as error:
             assert len(str(error)) < 2_000 and str(error).isprintable(), repr(error)
 
     check()

@@ -31,7 +31,7 @@ GROUPS = f"space={{{G}: {{generate: {{groups: [1000000000], smallest: 1, largest
         (["check", "run.yaml", "--set", "data.val_split=dev"], "data names the split 'dev'"),
         (["retrain", "run.yaml", "--set", "init_from=/nowhere"], "init_from: /nowhere is not a model bundle"),
         (["tune", "search.yaml", "--set", GROUPS], "groups.0 = 1000000000"),
-        (["tune", "search.yaml", "--set", "backbone.weights=/nowhere"], "backbone.weights: /nowhere is no file"),
+        (["tune", "search.yaml", "--set", "backbone=/nowhere"], "backbone: /nowhere is no file"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -118,17 +119,22 @@ def _run_trials(
         if before != record:
             logger.info(trial_line(search, record))
         if before is None or (before.state, before.run) != (record.state, record.run):
-            folder.write([record])
+            with suppress(OSError):  # an outage of the storage must not end Ray Tune's loop; the end writes all trials
+                folder.write([record], are_members=search.is_population)
 
     Progress.on_change = staticmethod(on_change)
     Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())
-    Progress.is_interrupted = False  # no step follows if all trials of a continued search have ended
-    make_tuner(search, plan, folder, _concurrent(search), retry_failed).fit()
+    tuner = make_tuner(search, plan, folder, _concurrent(search), retry_failed)
+    handler = signal.getsignal(signal.SIGINT)
+    tuner.fit()
+    # Ray Tune replaces the handler of Ctrl-C, and restores it only when Ctrl-C has ended the experiment.
+    is_interrupted = signal.getsignal(signal.SIGINT) == handler
+    signal.signal(signal.SIGINT, handler)
     if lease is not None:
         lease.check()
-    if Progress.is_interrupted:
+    if is_interrupted:
         raise KeyboardInterrupt
-    folder.write(Progress.ended)
+    folder.write(Progress.ended, are_members=search.is_population)
     return Progress.ended
 
 

@@ -22,7 +22,7 @@ from raycap.pipeline.search.space import point_key
 from raycap.pipeline.search.spec import Search
 
 SEED = "seed"  # the key of a trial's seed in the configuration that Ray Tune passes to it
-MAX_REPEATED_DRAWS = 50  # after this many known points in a row, an untried one is taken in the order of the space
+MAX_REPEATED_DRAWS = 20  # after this many known points in a row, an untried one is taken in the order of the space
 MAX_LISTED_POINTS = 100_000  # larger spaces are not searched for an untried point
 
 
@@ -71,7 +71,7 @@ class PointSearcher(OptunaSearch):
         for _ in range(MAX_REPEATED_DRAWS):
             self.num_draws += 1
             draw_id = f"draw-{self.num_draws}"
-            point: Values = super().suggest(draw_id) or {}
+            point = self.space.rounded(super().suggest(draw_id) or {})
             known = self.points.get(point_key(point))
             if known is None:
                 self.points[point_key(point)] = _Point(draw_id)

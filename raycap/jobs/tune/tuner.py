@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,12 +60,13 @@ def make_tuner(
     concurrent: the most trials at a time; None for as many as there are resources. retry: also repeat failed trials.
     """
     path, filesystem = _place(folder.root / "tune")
-    name = _experiment(search)
+    name = _experiment(search, concurrent)
     resources = tune.PlacementGroupFactory([_resources(search)])
     trainable: Any = tune.with_resources(tune.with_parameters(train_trial, plan=plan), resources)
-    if _can_restore(f"{path}/{name}", filesystem):
+    Progress.must_restore = _can_restore(f"{path}/{name}", filesystem)
+    if Progress.must_restore:
         return tune.Tuner.restore(
-            f"{path}/{name}", trainable, resume_errored=retry, storage_filesystem=filesystem, param_space=None
+            f"{path}/{name}", trainable, restart_errored=retry, storage_filesystem=filesystem, param_space=None
         )
     variants = _variants(search)
     searcher: Any
@@ -82,7 +84,8 @@ def make_tuner(
             num_samples=1 if search.config.algorithm == "grid" else search.config.budget.trials or -1,
             max_concurrent_trials=None if variants else concurrent,
             time_budget_s=None if hours is None else 3600 * hours,
-            reuse_actors=True,
+            # A stopped trial may still store its checkpoint, and Ray Tune fails the trial that would get its process.
+            reuse_actors=search.config.scheduler is None,
             trial_name_creator=trial_id_of,
             trial_dirname_creator=trial_id_of,
         ),
@@ -108,7 +111,8 @@ def _can_restore(path: str, filesystem: pyarrow.fs.FileSystem | None) -> bool:
     if not tune.Tuner.can_restore(path, storage_filesystem=filesystem):
         return False
     place = filesystem or pyarrow.fs.LocalFileSystem()
-    files = {file.base_name: file.path for file in place.get_file_info(pyarrow.fs.FileSelector(path))}
+    entries = place.get_file_info(pyarrow.fs.FileSelector(path))
+    files = {file.base_name: file.path for file in entries if not file.base_name.startswith(".")}  # no temporary ones
     newest = max((name for name in files if name.startswith(STATE)), default=STATE)
     session = newest.removeprefix(STATE).removesuffix(".json")
     contents = {
@@ -135,10 +139,14 @@ def _variants(search: Search) -> Values:
     return {}
 
 
-def _experiment(search: Search) -> str:
-    """The name of the experiment. `Tuner.restore` takes no other budget, seeds or resources, so each has its own."""
+def _experiment(search: Search, concurrent: int | None) -> str:
+    """The name of the experiment. `Tuner.restore` takes no other budget, seeds or resources, so each has its own.
+
+    Other versions of Ray and Optuna may not read the state that was pickled, so each version has its own, too.
+    """
     config = search.config
     settings = [config.budget.model_dump(mode="json"), config.resources.model_dump(mode="json"), config.seeds]
+    settings += [concurrent, *map(version, ("ray", "optuna"))]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
 
 
@@ -266,29 +274,33 @@ class Progress(tune.Callback):
     on_change: ClassVar[Callable[[TrialRecord], None]]
     on_step: ClassVar[Callable[[], None]]
     ended: ClassVar[list[TrialRecord]]  # all trials, when the experiment has ended
-    is_interrupted: ClassVar[bool]  # after Ctrl-C, which Ray Tune answers with the end of the experiment
+    must_restore: ClassVar[bool]  # until the state of a killed process is there
 
     def __init__(self, scheduler: TrialScheduler) -> None:
         self.scheduler = scheduler
 
-    def get_state(self) -> Values | None:
-        return vars(self.scheduler) if isinstance(self.scheduler, ASHAScheduler) else None
+    def get_state(self) -> Values:
+        return {"scheduler": vars(self.scheduler) if isinstance(self.scheduler, ASHAScheduler) else {}}
 
     def set_state(self, state: Values) -> None:
-        vars(self.scheduler).update(state)
+        type(self).must_restore = False
+        vars(self.scheduler).update(state["scheduler"])
+
+    def setup(self, *_: object, **__: object) -> None:
+        """Raises RuntimeError if the state could not be read, since Ray Tune would then begin without the points."""
+        if self.must_restore:
+            raise RuntimeError(
+                "Ray Tune cannot read the state of this search; remove its folder tune, and run it again"
+            )
 
     def on_step_begin(self, iteration: int, trials: Any, **_: object) -> None:
         type(self).on_step()
-
-    def on_step_end(self, iteration: int, trials: Any, **_: object) -> None:
-        """Notes trials that have not ended. If this was the last step, Ctrl-C was pressed, and Ray Tune ends them."""
-        type(self).is_interrupted = not all(trial.is_finished() for trial in trials)
 
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
         self._changed(trial)
 
     def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: Values, **_: object) -> None:
-        self._changed(trial)
+        type(self).on_change(record_of(trial, result))  # the trial gets its result after this call
 
     def on_trial_recover(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
         logger.warning(f"trial {trial.trial_id}  is repeated from its last checkpoint: {reason_of(trial)}")
@@ -300,22 +312,27 @@ class Progress(tune.Callback):
         self._changed(trial, has_ended=True, has_failed=True)
 
     def on_experiment_end(self, trials: Any, **_: object) -> None:
-        """Keeps the trials: a `ResultGrid` has no configuration of a trial that has reported nothing."""
+        """Keeps the trials: a `ResultGrid` has no configuration of a trial that has reported nothing.
+
+        A trial that budget.hours ended before its first report is left out.
+        """
         type(self).ended = [
-            record_of(trial, has_ended=trial.is_finished(), has_failed=trial.status == Trial.ERROR) for trial in trials
+            record_of(trial, trial.last_result, has_ended=trial.is_finished(), has_failed=trial.status == Trial.ERROR)
+            for trial in trials
+            if trial.status == Trial.ERROR or "record" in (trial.last_result or {})
         ]
 
     def _changed(self, trial: Any, *, has_ended: bool = False, has_failed: bool = False) -> None:
-        type(self).on_change(record_of(trial, has_ended=has_ended, has_failed=has_failed))
+        type(self).on_change(record_of(trial, trial.last_result, has_ended=has_ended, has_failed=has_failed))
 
 
-def record_of(trial: Any, *, has_ended: bool, has_failed: bool) -> TrialRecord:
+def record_of(trial: Any, result: Values | None, *, has_ended: bool = False, has_failed: bool = False) -> TrialRecord:
     """A trial of Ray Tune as a record. A trial that has ended without being finished was stopped, or failed."""
     point = {key: value for key, value in trial.config.items() if key != SEED}
     record = TrialRecord(trial.trial_id, point, trial.config[SEED])
-    if "record" in (trial.last_result or {}):
-        record = PARSE(trial.last_result["record"])
-    if has_failed:
+    if result and "record" in result:
+        record = PARSE(result["record"])
+    if has_failed and record.state != "finished":
         return replace(record, state="failed", reason=reason_of(trial))
     return replace(record, state="stopped") if has_ended and record.state == "running" else record
 

@@ -130,10 +130,13 @@ class SearchFolder:
         file = self.root / TRIALS
         return read_records(file.read_bytes(), str(file)) if file.exists() else []
 
-    def write(self, records: Sequence[TrialRecord]) -> None:
-        """Adds trials to trials.json, in place of those with the same id, or with the same point and seed."""
+    def write(self, records: Sequence[TrialRecord], *, are_members: bool = False) -> None:
+        """Adds trials to trials.json, in place of those with the same id, or with the same point and seed.
+
+        are_members: whether the trials are members of a population, which may have equal points.
+        """
         ids = {record.trial_id for record in records}
-        points = {(point_key(record.point), record.seed) for record in records}
+        points = set() if are_members else {(point_key(record.point), record.seed) for record in records}
         others = [
             record
             for record in self.records()

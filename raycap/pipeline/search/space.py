@@ -120,17 +120,17 @@ class Dimension:
         if self.step is None:
             return None
         count = math.floor((self.high - self.low) / self.step + 1e-9) + 1  # 1e-9: rounding must not lose the last one
-        return [self._number(self.low + number * self.step) for number in range(count)]
+        return [self.number(self.low + number * self.step) for number in range(count)]
 
     def ends(self) -> list[Any]:
         """Every label, or both ends of a range. These choices are checked before a search starts."""
-        return list(self.choices) or [self._number(self.low), self._number(self.high)]
+        return list(self.choices) or [self.number(self.low), self.number(self.high)]
 
     def show(self, choice: object) -> str:
         """The choice for tables and messages; floats have four significant digits."""
         return f"{choice:.4g}" if isinstance(choice, float) else str(choice)
 
-    def _number(self, value: float) -> Any:
+    def number(self, value: Any) -> Any:
         """The value as an integer in an integer range, else rounded to six digits, which keeps YAML files short."""
         return round(value) if self.integer else float(f"{value:.6g}")
 
@@ -141,6 +141,13 @@ class Space:
 
     dimensions: tuple[Dimension, ...]
     row_keys: tuple[str, ...] = ()  # the configuration keys that rows set; empty without rows
+
+    def rounded(self, point: Mapping[str, object]) -> Values:
+        """The point with numbers as `Dimension.listed` has them, because a sampler may return 0.30000000000000004."""
+        return {
+            dimension.key: point[dimension.key] if dimension.choices else dimension.number(point[dimension.key])
+            for dimension in self.dimensions
+        }
 
     @property
     def keys(self) -> list[str]:

@@ -209,6 +209,8 @@ class SearchConfig(Section):
         """Raises ValueError for settings that population based training cannot use."""
         if self.algorithm != "random" or self.budget.trials is None:
             raise ValueError("scheduler pbt changes random points: set algorithm to random, and budget.trials")
+        if self.budget.concurrent is not None:
+            raise ValueError("scheduler pbt lets all members take turns; remove budget.concurrent")
         if len(self.seeds) > 1 or self.resources.workers > 1:
             raise ValueError("scheduler pbt needs one seed, and one worker per trial")
         for key in self.space:
