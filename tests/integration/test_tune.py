@@ -115,6 +115,7 @@ def check_tracker(storage: Path) -> None:
     assert sum({"CIDEr-D", "test_CIDEr-D"} <= run.data.metrics.keys() for run in children) == 2
 
 
+@pytest.mark.proof
 def test_a_larger_budget_and_more_seeds_train_only_what_is_new(tmp_path: Path, ray_session: None) -> None:
     storage, trained, points = tmp_path / "storage", dict[str, float](), set[str]()
     for trials, seeds in ((2, [0]), (3, [0]), (6, [0, 5])):
@@ -144,6 +145,7 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
     assert "stopped at epoch 1" in capsys.readouterr().out
 
 
+@pytest.mark.proof
 def test_members_of_a_population_copy_weights(tmp_path: Path, ray_session: None) -> None:
     """A member that copied another one has its journal up to the copy. Each member and point has its own run."""
     changes: dict[str, Any] = {"space": {LR: [1e-7, 1e-3, 3e-3]}, "objectives": {"CIDEr-D": "max"}}
