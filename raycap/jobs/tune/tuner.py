@@ -145,8 +145,8 @@ def _experiment(search: Search, concurrent: int | None) -> str:
     Other versions of Ray and Optuna may not read the state that was pickled, so each version has its own, too.
     """
     config = search.config
-    settings = [config.budget.model_dump(mode="json"), config.resources.model_dump(mode="json"), config.seeds]
-    settings += [concurrent, *map(version, ("ray", "optuna"))]
+    parts = [config.budget.model_dump(mode="json"), config.resources.model_dump(mode="json")]
+    settings = [*parts, config.seeds, concurrent, version("ray"), version("optuna")]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
 
 
