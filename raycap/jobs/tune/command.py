@@ -70,7 +70,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     with alone(folder.path), _lease(folder) as lease:
         store, excluded = extract_once(search, dataset, source, start_extraction)
         weights, start = (None, None) if source is None else (source.weights, source.start)
-        plan = SearchPlan(search.without_tracker(), weights, start, store, excluded)
+        plan = SearchPlan(search.without_tracker(), weights, start, store, excluded, str(Path.cwd()))
         if lease is not None:
             lease.check()  # the extraction may have taken hours
         _log_plan(search, folder)

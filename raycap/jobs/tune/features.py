@@ -43,8 +43,7 @@ def find_backbone(search: Search, dataset: Dataset) -> BackboneSource | None:
         if not all(run.result(stage.name) for stage in trained):
             raise UserError(
                 f"backbone is run, and no run of {search.config.base} in {base.storage.uri} has trained its backbone; "
-                f"run `raycap run {search.config.base}` first, with --set for what the search sets, or set backbone to "
-                "base"
+                "train it first with `raycap run`, with --set for what the search sets, or set backbone to base"
             )
         logger.info(f"backbone  from the run {run.run_id}")
         return _source(run.weights_after(trained[-1], "backbone"), base)

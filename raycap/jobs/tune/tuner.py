@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import tempfile
 import time
@@ -219,6 +220,8 @@ def train_trial(config: Values, plan: SearchPlan) -> None:
     A member of a population also reports a copy of its state, from which other members can continue.
     """
     search = plan.search
+    if plan.folder and Path(plan.folder).is_dir():  # Ray Tune starts a trial in a folder of its own
+        os.chdir(plan.folder)
     point, trial_id = {key: value for key, value in config.items() if key != SEED}, tune.get_context().get_trial_id()
 
     def report(record: TrialRecord, handover: Handover | None) -> None:

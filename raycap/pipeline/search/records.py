@@ -103,6 +103,7 @@ class SearchPlan:
     start: str | None  # the path or URI of a file with the same weights under timm's names
     store: str | None  # the folder with the features; None when trials read images instead
     excluded: list[str]  # the content keys of images without features
+    folder: str = ""  # the driver's working folder, to which relative paths in the configuration refer
 
 
 @dataclass(frozen=True)

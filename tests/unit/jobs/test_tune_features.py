@@ -52,7 +52,7 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, log_lines: list[str])
     run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
     pretend_training(run, trained[:1])
-    with pytest.raises(UserError, match=r"no run of base\.yaml in .* has trained its backbone; run `raycap run base"):
+    with pytest.raises(UserError, match=r"no run of base\.yaml in .* has trained its backbone; train it first with"):
         backbone_of(search)
     shutil.rmtree(run.path / "stages")
     pretend_training(run, trained)
