@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.first_configuration import Counts, Language, config_text, counts_of, detect_language
+from raycap.pipeline.data.first_configuration import Counts, Language, Machine, config_text, counts_of, detect_language
 from raycap.pipeline.data.survey import Survey, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, shown
@@ -25,9 +26,7 @@ def init(
     place: Annotated[str, typer.Argument(help="A folder of images and captions, an annotation file, or s3://...")],
     out: Annotated[Path | None, typer.Option(help="The file to write; by default NAME.yaml in this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-    pretrained: Annotated[
-        bool, typer.Option(help="Start from a pretrained backbone, which is downloaded, or from a small new one.")
-    ] = True,
+    pretrained: Annotated[bool, typer.Option(help="Start from a pretrained backbone, or from a small new one.")] = True,
 ) -> int:
     """Look at captioned images and write a configuration for them.
 
@@ -38,6 +37,8 @@ def init(
              raycap init photos/metadata.jsonl --out photos.yaml
              raycap init shards --no-pretrained --force
     """
+    import torch
+
     found = survey(place)
     name = re.sub(r"[^A-Za-z0-9]+", "-", found.root.name).strip("-")[:60] or "captions"
     path = Path(f"{name}.yaml") if out is None else out
@@ -51,7 +52,8 @@ def init(
     counts = counts_of(found, language)
     for key, text in _summary(found, language, counts).items():
         print(f"{key:<9} {printable(text)}")
-    write_bytes(path, config_text(found, name, language, counts, is_pretrained=pretrained).encode())
+    machine = Machine(len(os.sched_getaffinity(0)), torch.cuda.device_count())
+    write_bytes(path, config_text(found, name, language, counts, machine, is_pretrained=pretrained).encode())
     load_config(path)  # raises if the new file is not valid
     print(f"wrote     {path}")
     print(f"next      raycap check {path}\n          raycap run {path}")

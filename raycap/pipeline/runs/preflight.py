@@ -163,7 +163,7 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
         image_transform(config.backbone)  # called only for its error, if the configured transform is unknown
         return Backbone(config.backbone, with_weights=with_weights)
     except ConnectionError as error:
-        raise JobFailedError(f"{error}; repeat the command later, or give backbone.weights a file") from error
+        raise JobFailedError(str(error)) from error
     except Exception as error:  # timm and its libraries may raise any error
         reason = " ".join(str(error).split())
         raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -22,11 +23,13 @@ from torch import Tensor, nn
 from raycap.models.base import Features
 from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
+from raycap.models.convert.tensor_files import read_tensors
 from raycap.models.encoders.backbone import (
     Backbone,
     image_transform,
     set_drop_path,
 )
+from raycap.models.encoders.pretrained import local_file
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
@@ -239,6 +242,46 @@ def test_a_timm_checkpoint_with_a_classifier_is_loaded_at_another_size(family: s
     expected = {"beit": "relative_position", "maxvit": "relative_position", "coatnet": "relative_position"}
     assert all(any(part in name for part in ("pos_embed", expected.get(family, "pos_embed"))) for name in tables)
     assert torch.isfinite(backbone(images_for(backbone))).all()
+
+
+def test_a_checkpoint_with_other_names_in_timms_order(tmp_path: Path) -> None:
+    """Names are given by order only if every shape fits, so that two tensors in the wrong order are refused."""
+    torch.manual_seed(1)
+    state = timm.create_model("resnet18").state_dict()  # with the classifier, as in the packages' files
+    config = BackboneConfig("resnet18", image_size=32, weights=str(tmp_path / "file.safetensors"))
+    save_file({f"{i:03}": tensor for i, tensor in enumerate(state.values())}, tmp_path / "file.safetensors")
+    loaded = Backbone(config).network.state_dict()
+    assert len(loaded) == len(state) - 2 and all(torch.equal(loaded[name], state[name]) for name in loaded)
+    wrong = list(state.values())
+    wrong[0], wrong[6] = wrong[6], wrong[0]
+    save_file({f"{i:03}": tensor for i, tensor in enumerate(wrong)}, tmp_path / "file.safetensors")
+    with pytest.raises(ValueError, match="a checkpoint for resnet18 lacks 'conv1.weight'"):
+        Backbone(config)
+
+
+def test_pretrained_weights_of_a_package_recognize_a_photograph(shared: Path) -> None:
+    """A black and white dog that jumps, with the classifier of the package."""
+    file = local_file(timm.get_pretrained_cfg("tf_efficientnet_lite2"))
+    assert file is not None
+    image = shared / "data" / "flickr8k_subset" / "images" / "1020651753_06077ec457.jpg"
+    if not image.is_file():
+        pytest.skip("no flickr8k_subset")
+    backbone = Backbone(BackboneConfig("tf_efficientnet_lite2", image_size=260, weights="pretrained")).eval()
+    *_, weight, bias = read_tensors(file).values()
+    with torch.no_grad(), Image.open(image) as picture:
+        tokens = backbone(torch.as_tensor(backbone.transform(picture.convert("RGB")))[None])
+        label = int((weight @ tokens.mean(1)[0] + bias).argmax())
+    assert label in range(151, 269)  # the breeds of dogs
+
+
+def test_without_a_hub_one_sentence_names_the_ways(tmp_path: Path) -> None:
+    values = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "TORCH_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "raycap", "extract", "demo_vit", "--set", f"storage={tmp_path}"]
+    command += ["--set", "backbone={name: resnet18, image_size: 64, weights: pretrained}"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | values, check=False)
+    assert ended.returncode == 1, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert "the hub does not answer" in line and "install raycap[photos]" in line
 
 
 @pytest.mark.parametrize(
