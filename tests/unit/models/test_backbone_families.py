@@ -248,13 +248,13 @@ def test_a_checkpoint_with_other_names_in_timms_order(tmp_path: Path) -> None:
     """Names are given by order only if every shape fits, so that two tensors in the wrong order are refused."""
     torch.manual_seed(1)
     state = timm.create_model("resnet18").state_dict()  # with the classifier, as in the packages' files
-    config = BackboneConfig("resnet18", image_size=32, weights=str(tmp_path / "file.safetensors"))
-    save_file({f"{i:03}": tensor for i, tensor in enumerate(state.values())}, tmp_path / "file.safetensors")
+    config = BackboneConfig("resnet18", image_size=32, weights=str(tmp_path / "file.pth"))
+    torch.save({f"{i:03}": tensor for i, tensor in enumerate(state.values())}, tmp_path / "file.pth")
     loaded = Backbone(config).network.state_dict()
     assert len(loaded) == len(state) - 2 and all(torch.equal(loaded[name], state[name]) for name in loaded)
     wrong = list(state.values())
     wrong[0], wrong[6] = wrong[6], wrong[0]
-    save_file({f"{i:03}": tensor for i, tensor in enumerate(wrong)}, tmp_path / "file.safetensors")
+    torch.save({f"{i:03}": tensor for i, tensor in enumerate(wrong)}, tmp_path / "file.pth")
     with pytest.raises(ValueError, match="a checkpoint for resnet18 lacks 'conv1.weight'"):
         Backbone(config)
 
