@@ -17,7 +17,6 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
-from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.stopping import STOPPED
@@ -40,11 +39,10 @@ def records_of(folder: Path) -> Records:
 
 
 def comparable(records: Records) -> dict[str, Any]:
-    """What is equal for a search that was disturbed, by point and seed: scores and costs, without times."""
+    """What is equal for a search that was disturbed, by point and seed: scores and costs."""
     found = {}
     for record in records:
         assert record["state"] == "finished", record
-        record["costs"].pop("seconds")
         found[f"{record['point']} {record['seed']}"] = record["reports"], record["scores"], record["costs"]
     assert len(found) == len(records), "each point and seed is there once"
     return found
@@ -77,7 +75,6 @@ def test_failed_trials_are_repeated_and_the_others_finish(
     metrics = {"BLEU-4", "ROUGE-L"}
     names = metrics | {f"test {name}" for name in (*metrics, "CIDEr-D")}
     assert records[0]["scores"].keys() == names and records[0]["costs"]["macs"] > 0
-    assert {len(read_predictions(path)) for path in storage.glob("runs/*/predictions/test.json")} == {6}
     (folder,) = storage.glob("searches/*")
     for name in ("trials.csv", "pareto.png", "search.html", "front-1.yaml"):
         assert (folder / name).stat().st_size > 100

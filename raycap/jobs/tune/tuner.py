@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -12,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow.fs
+import ray
 from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.experiment import Trial
@@ -40,7 +42,7 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.records import SearchFolder, SearchPlan, TrialRecord
 from raycap.pipeline.search.space import Dimension, point_key
 from raycap.pipeline.search.spec import SCORE, Search
-from raycap.pipeline.search.trial import Handover, TrialTask, hand_over, metrics_of, run_trial, train_here
+from raycap.pipeline.search.trial import TrialTask, run_trial, split_captions
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import REMOTE, OutageError
 from raycap.pipeline.training.loop import StageJob
@@ -224,23 +226,26 @@ def train_trial(config: Values, plan: SearchPlan) -> None:
         os.chdir(plan.folder)
     point, trial_id = {key: value for key, value in config.items() if key != SEED}, tune.get_context().get_trial_id()
 
-    def report(record: TrialRecord, handover: Handover | None) -> None:
-        metrics = metrics_of(record, tuple(search.config.objectives))
-        if handover is None:
+    def report(record: TrialRecord, hand_over: Callable[[Path], None] | None) -> None:
+        values = {name: record.value(name) for name in (SCORE, *search.config.objectives)}
+        # Ray Tune refuses a report without an objective, and some are measured at the end of a trial.
+        numbers = {name: math.nan if value is None else value for name, value in values.items()}
+        metrics = {"epoch": record.epoch, **numbers, "record": asdict(record)}
+        if hand_over is None:
             tune.report(metrics)
             return
         with tempfile.TemporaryDirectory(prefix="raycap-handover-") as scratch:
-            hand_over(handover, Path(scratch))
+            hand_over(Path(scratch))
             tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(scratch))
 
     checkpoint = tune.get_checkpoint()
-    train = train_here if search.config.resources.workers == 1 else train_on_workers
+    on_workers = (train_on_workers, caption_on_worker) if search.config.resources.workers > 1 else ()
     with nullcontext() if checkpoint is None else checkpoint.as_directory() as state:
         task = TrialTask(plan, trial_id, point, config[SEED], None if state is None else Path(state))
-        report(run_trial(task, report, train), None)
+        report(run_trial(task, report, *on_workers), None)
 
 
-def train_on_workers(job: StageJob, context: Context) -> None:
+def train_on_workers(context: Context, job: StageJob) -> None:
     """Trains on Ray Train's workers and reports the validations that they write to the run's journal."""
     follower, downloaded_at = Follower(job.folder.journal), time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -263,8 +268,15 @@ def train_on_workers(job: StageJob, context: Context) -> None:
     if error is not None and not isinstance(error, StageFailedError | OutageError):
         raise RuntimeError(" ".join(str(error).split())) from error
     training.result()  # raises the error, if there is one
-    for name in ("stages", "predictions", JOURNAL):
+    for name in ("stages", JOURNAL):
         job.folder.pull(name)
+
+
+def caption_on_worker(job: StageJob, split: str) -> dict[int, str]:
+    """As `split_captions`, in a task in the place of one of the trial's workers, because this process has no GPU."""
+    options = {"scheduling_strategy": "DEFAULT"} | job.folder.config.workers.task_options  # not in the trial's bundle
+    captions: dict[int, str] = ray.get(ray.remote(split_captions).options(**options).remote(job, split))
+    return captions
 
 
 class Progress(tune.Callback):

@@ -3,8 +3,8 @@
 If the storage is on S3, a run has its original folder there (`RunFolder.home`). The driver and each machine with
 workers then open a local copy (`pipeline.storage.mirror`).
 
-Rank 0 of a stage writes stages/<stage>/ and the journal. In a trial of a search, rank 0 also writes the captions of the
-reported split. The driver writes everything else.
+Rank 0 of a stage writes stages/<stage>/ and the journal. The driver writes everything else. The process of a search's
+trial is a driver, and writes the finished trial to trial-<search>.json.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json

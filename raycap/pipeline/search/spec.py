@@ -56,7 +56,6 @@ COSTS = {
     "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
     "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
     "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
-    "seconds": CostFormat("s training"),
 }
 FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
     "name": "a trial's name is derived from the search's",
