@@ -80,7 +80,7 @@ class Options:
 
     training: the images whose captions the models have learned, to compute the share of captions seen in training.
     constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: if any are
-    given, only these metrics are computed, without alignment and confidence. captions: the captions of an earlier
+    given, only these metrics are computed, without a confidence. captions: the captions of an earlier
     attempt, which are scored instead of new ones. keep: a function that is called with new captions before they are
     scored, so that they can be saved in case scoring fails.
     """
@@ -253,8 +253,6 @@ def _scored(
     split = result.split
     if result.constraints is not None:
         logger.info(f"search    {split}: {result.constraints}")
-    if result.alignment is not None:
-        logger.info(f"search    {split}: alignment of words and patches {result.alignment:.3f}")
     data = settings.data
     is_test = split in data.test_splits or split != data.val_split  # a validation split may also be a test split
     scores = caption_scores(
@@ -374,7 +372,7 @@ def _new_captions(
     has_every_image = len(tasks[largest].images) == num_images
     if has_every_image and all(each == automata[largest] for each in automata.values()):
         tasks = {largest: tasks[largest]}
-    found = caption_on_cluster(models, tasks, settings, with_values=not options.metrics)
+    found = caption_on_cluster(models, tasks, settings, with_signals=not options.metrics)
     captions = {image: each for part in found.splits.values() for image, each in part.items()}
     num_captioned = sum(not each.error for each in captions.values())
     captions |= {image: ImageCaption(error=reason) for image, reason in inputs.unreadable.items()}

@@ -57,13 +57,12 @@ def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, 
 def score_table(results: Sequence[SplitScores]) -> tuple[list[str], Rows]:
     """The columns of the score table, and one row (label, cells) per split.
 
-    The columns are the metrics of the first split, then the shares of captions that name the main object and the
-    alignments. Columns without any text are left out.
+    The columns are the metrics of the first split, then the share of captions that name the main object. Columns
+    without any text are left out.
     """
     columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
-    shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
+    shares = [result.main_object for result in results]
     columns["main object"] = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
-    columns["alignment"] = ["" if value is None else f"{value:.3f}" for value in alignments]
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     labels = [f"{result.split} ({len(result.captions)} images)" for result in results]
     return list(filled), [(label, cells) for label, *cells in zip(labels, *filled.values(), strict=True)]
