@@ -14,7 +14,7 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.comparison.published import FinalRow
+from raycap.pipeline.evaluation.comparison.published import FinalRow, folded
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html, write_report
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Rows, format_scores
@@ -79,9 +79,9 @@ def _cell(result: SplitScores, name: str) -> str:
 
 
 def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]]) -> Rows:
-    """The rows of published scores in our columns. A row's label names the differences from our protocol."""
+    """The rows of published scores in our columns (`folded`). A row's label names the differences from our protocol."""
     rows = []
-    for row, difference in published:
+    for row, difference in folded(published):
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
         note = difference or f"Table {row.table}, {row.protocol.signature}"
         rows.append((f"{row.name}\n{note}", cells))
@@ -226,6 +226,6 @@ def _log_scores(result: SplitScores) -> None:
         logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
     if result.main_object is not None:
         logger.info(f"  main object named in {result.main_object:.1%} of the captions")
-    for row, difference in result.published:
-        values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
-        logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
+    for row, difference in folded(result.published):
+        values = [f"{name} {value:.3f}" for name, value in row.scores.items()]
+        logger.info(f"  {row.name}: {'  '.join([*values, f'({difference})'] if difference else values)}")
