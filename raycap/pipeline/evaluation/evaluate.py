@@ -78,14 +78,12 @@ SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image i
 class Options:
     """The optional arguments of `evaluate`.
 
-    training: the images whose captions the models have learned, to compute the share of captions seen in training.
     constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: if any are
-    given, only these metrics are computed, without a confidence. captions: the captions of an earlier
-    attempt, which are scored instead of new ones. keep: a function that is called with new captions before they are
-    scored, so that they can be saved in case scoring fails.
+    given, only these metrics are computed, without a confidence. captions: the captions of an earlier attempt, which
+    are scored instead of new ones. keep: a function that is called with new captions before they are scored, so that
+    they can be saved in case scoring fails.
     """
 
-    training: Dataset | None = None
     constraints: Path | None = None
     unconstrained: Sequence[str] = ()
     metrics: tuple[str, ...] = ()
@@ -222,12 +220,11 @@ def caption_scores(
     *,
     language: str | None = None,
     several: Mapping[Any, Sequence[str]] | None = None,
-    training: Dataset | None = None,
 ) -> MetricScores | None:
     """Scores captions with these metrics. Returns None if no image has both references and a caption.
 
-    captions: one per image, by image id. several: see `ScoreInputs`. training: see `Options`. language: the language of
-    the captions. If it is None, the settings decide.
+    captions: one per image, by image id. several: see `ScoreInputs`. language: the language of the captions. If it is
+    None, the settings decide.
     """
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
@@ -242,7 +239,6 @@ def caption_scores(
         metrics=metrics,
         language=language,
         inputs=inputs,
-        training_captions=training.texts() if training is not None and training.num_captions else None,
     )
 
 
@@ -262,7 +258,6 @@ def _scored(
         settings,
         language=protocol.language,
         several=result.several,
-        training=options.training,
     )
     hits: dict[int, bool] = {}
     if scores is not None and data.synthetic is not None:

@@ -305,14 +305,13 @@ def score_captions(
     metrics: Iterable[str] = DEFAULT_METRICS,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
-    training_captions: Iterable[str] | None = None,
 ) -> MetricScores:
     """Scores one raw caption per image against the raw reference captions of the image.
 
     references, predictions: by image id. Images have the order of `references`, as in coco-caption. Images without a
     prediction are left out, also from the document frequencies. `extras["references_without_prediction"]` counts them.
     An empty caption matches nothing. language: of all captions. Metrics for English only are unavailable for other
-    languages. inputs: metrics whose inputs are not given are unavailable. training_captions: see `caption_stats`.
+    languages. inputs: metrics whose inputs are not given are unavailable.
 
     Raises UserError (a ValueError) if a metric is unknown, a prediction has no references, or there are no predictions.
     """
@@ -327,7 +326,7 @@ def score_captions(
         if not set(metric.names).isdisjoint(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
-    extras |= caption_stats(predicted, language, training_captions)
+    extras |= caption_stats(predicted, language)
     signature = _signature(by_name, captions, language)
     return MetricScores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
 
