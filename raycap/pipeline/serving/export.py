@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -49,7 +49,6 @@ BATCHES, BEAMS, STEPS = (1, 3), 3, 5  # of the comparison; a batch is a number o
 # The largest accepted difference from the model. Float32 differs too, because products are rounded in another order.
 TOLERANCES = {"float32": 1e-3, "float16": 0.5}
 MAX_EMBEDDED_BYTES = 2**30  # larger weights have their own file, because ONNX limits a graph's file to 2 GiB
-INT32 = 6  # ONNX's number for this type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
@@ -113,7 +112,6 @@ def write_graph(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], out
                 output_names=list(output_names),
                 opset_version=OPSET,
                 dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # one tuple for the argument `*inputs`
-                custom_translation_table=_translations(),
                 dynamo=True,
                 verbose=False,
             )
@@ -125,25 +123,6 @@ def write_graph(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], out
         onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
         weights = sum(each.numel() * each.element_size() for each in graph.state_dict().values())
         program.save(str(path), external_data=weights > MAX_EMBEDDED_BYTES)
-
-
-def _translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """{operation of PyTorch: its translation to ONNX} for operations that the exporter lacks."""
-    import onnxscript
-
-    op: Any = onnxscript.opset18
-
-    def stable_sort(values: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
-        """Sorts by ONNX's TopK over all values, which is stable: equal values stay in the order of their indices."""
-        if values.dtype.name in ("BOOL", "UINT8"):  # onnxruntime cannot sort these types
-            values = op.Cast(values, to=INT32)
-        length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
-        return op.TopK(values, length, axis=dim, largest=descending, sorted=True)
-
-    def remainder(values: object, divisor: object) -> Any:
-        return op.Mod(values, divisor)
-
-    return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}
 
 
 def onnx_graph(path: Path) -> Graph:
