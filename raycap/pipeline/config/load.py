@@ -76,15 +76,12 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
     return parse_config(merge(values, changes))
 
 
-def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> Values:
-    """The plain values of a YAML file, with `extends`, overrides and `${VARIABLE}` resolved. Raises UserError.
-
-    is_stored: as in `expand_variables`.
-    """
+def read_values(path: Path, overrides: Sequence[str] = ()) -> Values:
+    """The plain values of a YAML file, with `extends`, overrides and `${VARIABLE}` resolved. Raises UserError."""
     values = read_file(path)
     for override in overrides:
         apply_override(values, override)
-    expanded: Values = expand_variables(values, is_stored=is_stored)
+    expanded: Values = expand_variables(values)
     return expanded
 
 

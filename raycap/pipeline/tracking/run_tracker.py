@@ -109,11 +109,6 @@ class Tracker:
             return registered
         return None
 
-    @property
-    def remedy(self) -> str:
-        """The command that sends the rest. Its argument is the configuration of a run on S3, otherwise the folder."""
-        return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
-
     def _join(self) -> None:
         """Ends the background thread. Raises TimeoutError if a request has no answer within JOIN_S seconds."""
         self._stop.set()
@@ -146,7 +141,7 @@ class Tracker:
                 self._failing = True
                 logger.info(
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "
-                    f"and {self.remedy} sends it"
+                    "and `raycap sync CONFIG` sends it"
                 )
         else:
             if self._failing:
@@ -167,8 +162,6 @@ class SentRecord:
         self._folder, self._address = folder, public_uri(folder.config)
         self._by_address = stored_records(folder)
         self.values: Values = self._by_address.get(self._address, {"parent": None, "stages": {}, "sent": {}})
-        if self._address not in self._by_address:
-            self.save()  # `raycap sync` must find the address even if nothing is sent
 
     def save(self) -> None:
         write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
