@@ -59,7 +59,6 @@ INPUT_OPTIONS = {
     "images": "IMAGES",
     "model": "--model",
     "models": "--model",
-    "compared": "--compare",
     "constraints": "--constraints",
 }
 OUTPUT_OPTIONS = {"out": "--out", "explain": "--explain", "json_file": "--json"}

@@ -212,7 +212,7 @@ def test_a_tracker_is_left_at_its_first_failure_and_a_damaged_record_is_empty(
         tracker.start()
         assert tracker.finish({}, tmp_path) is None
         client.log_batch.assert_called_once()
-        assert [line for line in log_lines if "is damaged; the tracker gets everything" in line] == log_lines[:1]
+        assert "is damaged; the tracker gets everything" in log_lines[0]
         assert "does not accept everything (no answer)" in log_lines[-1], log_lines
 
 
