@@ -190,8 +190,8 @@ def summarize_seeds(place: StoragePath, models: Sequence[EvaluatedModel]) -> Non
 
     Splits without references are left out.
     """
-    protocol, names = common_protocol([model.scores.protocol for model in models]), {}
-    entries = dict[str, dict[str, Values]]()
+    protocol = common_protocol([model.scores.protocol for model in models])
+    names, entries = dict[str, str](), dict[str, dict[str, Values]]()
     for model in models:
         names[model.label] = model.name
         entries[model.label] = {each.split: each.to_json() for each in model.scores.splits}

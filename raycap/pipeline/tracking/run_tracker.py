@@ -242,13 +242,6 @@ def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClien
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
 
 
-def tag_run(folder: RunFolder, client: MlflowClient, name: str, value: str) -> None:
-    """Sets a tag of the parent run. Does nothing if the tracker does not have the run."""
-    parent = SentRecord(folder).values["parent"]
-    if parent is not None:
-        client.set_tag(parent, name, value)
-
-
 def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: Entry, parent: str) -> str:
     """The id of the stage's run in MLflow. Creates the run with its parameters if there is none."""
     section = folder.config.stage(first_entry["stage"])
