@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from raycap.jobs.evaluate import EvaluatedModel, Evaluator, exit_code, find_bundles, find_images, find_options
+from raycap.jobs.evaluate import Evaluator, exit_code, find_bundles, find_images, find_options
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
@@ -48,7 +48,7 @@ class Comparison:
     first system, with which the others are compared.
     """
 
-    models: Mapping[str, EvaluatedModel]
+    models: Mapping[str, Scores]
     results: Mapping[str, SplitScores]  # here, `split` is the model's name, so that tables show it
     baseline: str
     differences: Differences  # of each other system from the baseline
@@ -62,7 +62,7 @@ class Comparison:
     @property
     def bundles(self) -> dict[str, str]:
         """The bundles of each model, by the model's name."""
-        return {name: model.name for name, model in self.models.items()}
+        return {name: str(model.bundles[0]) for name, model in self.models.items()}
 
 
 def compare_models(
@@ -103,9 +103,9 @@ def compare_models(
     evaluator.check([[bundle] for bundle in bundles])
     with folder.writing():
         labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
-        found = evaluator.evaluate_each(labels, folder)
+        found = [*evaluator.evaluate_each(labels, folder).values()]
         write_comparison(folder.place, found, [*map(len, systems)], images[split], settings)
-    return exit_code([model.scores for model in found])
+    return exit_code(found)
 
 
 def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage]) -> list[ReportImage]:
@@ -130,14 +130,14 @@ def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage])
 
 
 def write_comparison(
-    place: StoragePath, models: Sequence[EvaluatedModel], counts: Sequence[int], images: Dataset, settings: RunConfig
+    place: StoragePath, models: Sequence[Scores], counts: Sequence[int], images: Dataset, settings: RunConfig
 ) -> None:
     """Logs the comparison, and writes compare.json and the page compare.html to a folder.
 
     An error of the page is only logged. models: with their results on the only split. counts: the number of models of
     each system.
     """
-    split = models[0].scores.splits[0].split
+    split = models[0].splits[0].split
     compared = _compared(models, counts, split)
     scores = score_table([*compared.results.values()])
     logger.info(f"\n{format_table(*scores)}\n\n{format_table(*_cost_table(compared.costs))}\n")
@@ -152,16 +152,16 @@ def write_comparison(
     logger.info(f"comparison   {place / 'compare.html'}")
 
 
-def _compared(models: Sequence[EvaluatedModel], counts: Sequence[int], split: str) -> Comparison:
+def _compared(models: Sequence[Scores], counts: Sequence[int], split: str) -> Comparison:
     """Compares the systems with the first one, and logs the differences. counts: as for `write_comparison`.
 
     A model has the name of its bundle, followed by the model's number if several bundles have one name.
     """
-    names = [model.scores.bundles[0].name for model in models]
+    names = [model.bundles[0].name for model in models]
     by_name = {}
     for number, (name, model) in enumerate(zip(names, models, strict=True), 1):
         by_name[name if names.count(name) == 1 else f"{name} ({number})"] = model
-    results = {name: replace(model.scores[split], split=name) for name, model in by_name.items()}
+    results = {name: replace(model[split], split=name) for name, model in by_name.items()}
     remaining = iter(results.items())
     systems = [dict(islice(remaining, count)) for count in counts]
     baseline, *others = (", ".join(system) for system in systems)
@@ -169,7 +169,7 @@ def _compared(models: Sequence[EvaluatedModel], counts: Sequence[int], split: st
     for name, system in zip(others, systems[1:], strict=True):
         logger.info(f"\n{name} (this) and {baseline} (other)")
         differences[name] = compare([*system.values()], [*systems[0].values()])
-    costs = {name: _costs(model.scores) for name, model in by_name.items()}
+    costs = {name: _costs(model) for name, model in by_name.items()}
     return Comparison(by_name, results, baseline, differences, costs)
 
 
@@ -198,7 +198,7 @@ def _content(compared: Comparison, split: str) -> Values:
     return {
         "models": compared.bundles,
         "split": split,
-        "signature": compared.models[compared.first].scores.protocol.signature,
+        "signature": compared.models[compared.first].protocol.signature,
         "scores": {name: result.values for name, result in compared.results.items()},
         "differences": {
             name: {metric: asdict(each) for metric, each in by_metric.items()}
@@ -210,7 +210,7 @@ def _content(compared: Comparison, split: str) -> Values:
 
 def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Report:
     """The page compare.html. pictures: from `_pictures`."""
-    first, scores = compared.first, compared.models[compared.first].scores
+    first, scores = compared.first, compared.models[compared.first]
     columns, rows = score_table([*compared.results.values()])
     chosen = f"{len(pictures)} of {len(compared.results[first].captions)} images"
     return Report(

@@ -13,7 +13,6 @@ import typer
 from raycap.jobs.named_files import check_output_place, open_bundle
 from raycap.jobs.options import Address, Config, Seeds, Set
 from raycap.jobs.seeds import group_id, seed_configs
-from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
@@ -102,7 +101,7 @@ def evaluate(
         if one_by_one:
             found = evaluator.evaluate_each(systems, folder)
             summarize_seeds(folder.place, found)
-            return exit_code([model.scores for model in found])
+            return exit_code([*found.values()])
         scores = evaluator.evaluate(bundles, folder)
         write_results(folder, scores, settings, label=title)
         return exit_code([scores])
@@ -135,19 +134,6 @@ def find_options(config: RunConfig, constraints: Path | None = None) -> Options:
 
 
 @dataclass(frozen=True)
-class EvaluatedModel:
-    """A model, or an ensemble, with its scores. label: such as "seed 0"."""
-
-    label: str
-    scores: Scores
-
-    @property
-    def name(self) -> str:
-        """The bundles, joined by " + "."""
-        return " + ".join(map(str, self.scores.bundles))
-
-
-@dataclass(frozen=True)
 class Evaluator:
     """Evaluates several models on the same images. settings: `common_settings` of all of them."""
 
@@ -170,32 +156,28 @@ class Evaluator:
         options = replace(self.options, keep=folder.write_captions)
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
-    def evaluate_each(
-        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder
-    ) -> list[EvaluatedModel]:
+    def evaluate_each(self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder) -> dict[str, Scores]:
         """Evaluates each model, and writes its results to the subfolder of `folder` with the model's label."""
-        found = []
+        found = {}
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
             part = folder.part(label.replace(" ", "-"))
-            scores = self.evaluate(bundles, part)
+            found[label] = self.evaluate(bundles, part)
             title = "+".join(bundle.name for bundle in bundles)
-            write_results(part, scores, self.settings, label=title)
-            found.append(EvaluatedModel(label, scores))
+            write_results(part, found[label], self.settings, label=title)
         return found
 
 
-def summarize_seeds(place: StoragePath, models: Sequence[EvaluatedModel]) -> None:
-    """Prints and writes the mean scores of one model per seed, with their spread.
+def summarize_seeds(place: StoragePath, models: Mapping[str, Scores]) -> None:
+    """Prints and writes the mean scores of one model per seed, with their spread. models: by label.
 
     Splits without references are left out.
     """
-    protocol = common_protocol([model.scores.protocol for model in models])
-    names, entries = dict[str, str](), dict[str, dict[str, Values]]()
-    for model in models:
-        names[model.label] = model.name
-        entries[model.label] = {each.split: each.to_json() for each in model.scores.splits}
-    scores = SeedScores.of(entries)
+    protocol = common_protocol([each.protocol for each in models.values()])
+    names = {label: str(each.bundles[0]) for label, each in models.items()}
+    scores = SeedScores.of(
+        {label: {part.split: part.to_json() for part in each.splits} for label, each in models.items()}
+    )
     content = {"models": names, "protocol": asdict(protocol), "signature": protocol.signature}
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:

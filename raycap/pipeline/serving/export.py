@@ -40,6 +40,7 @@ from raycap.pipeline.storage.atomic import atomic_folder, write_json
 from raycap.pipeline.storage.digests import file_digest
 
 FORMAT = 2
+OPSET = 20  # the version of ONNX's operators
 GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
 # (number of images, number of image tokens) of the comparison's batches. Only models of features use the second number.
@@ -52,13 +53,7 @@ INT32 = 6  # ONNX's number for this type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
-def export_captioner(
-    bundle: Bundle,
-    folder: Path,
-    *,
-    precision: Literal["float32", "float16"] = "float32",
-    opset: int = 20,
-) -> float:
+def export_captioner(bundle: Bundle, folder: Path, *, precision: Literal["float32", "float16"] = "float32") -> float:
     """Writes the folder atomically. Returns the largest difference between its graphs and the model.
 
     Raises UserError if the model cannot be exported, and JobFailedError if the graphs differ from the model by more
@@ -74,12 +69,12 @@ def export_captioner(
             raise UserError(str(error)) from error
         step = StepGraph(encoder)
         paths = [temporary / f"{name}.onnx" for name in GRAPHS]
-        write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory], opset)
-        write_graph(paths[1], step, step.inputs(), step.output_names, opset)
+        write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory])
+        write_graph(paths[1], step, step.inputs(), step.output_names)
         write_json(temporary / "vocabulary.json", describe_words(bundle.vocabulary))
         content = describe(bundle, encoder) | {
             "precision": precision,
-            "opset": opset,
+            "opset": OPSET,
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         write_json(temporary / "captioner.json", content)
@@ -92,9 +87,7 @@ def export_captioner(
         return difference
 
 
-def write_graph(
-    path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str], opset: int
-) -> None:
+def write_graph(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str]) -> None:
     """Writes a module as an ONNX graph with its weights. The module's inputs and outputs are tensors.
 
     Large weights are written to a second file with `.data` added to the name. torch's older exporter (TorchScript) is
@@ -113,7 +106,7 @@ def write_graph(
                 tuple(each.example for each in inputs),
                 input_names=[each.name for each in inputs],
                 output_names=list(output_names),
-                opset_version=opset,
+                opset_version=OPSET,
                 dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # one tuple for the argument `*inputs`
                 custom_translation_table=_translations(),
                 dynamo=True,
@@ -121,10 +114,7 @@ def write_graph(
             )
         except Exception as error:  # the exporter raises nearly any type of error
             cause = error.__cause__ or error
-            raise UserError(
-                f"{path.name} cannot be exported with opset {opset} ({type(cause).__name__}: {one_line(cause)}); try "
-                "another --opset"
-            ) from error
+            raise UserError(f"{path.name} cannot be exported ({type(cause).__name__}: {one_line(cause)})") from error
         assert program is not None
         # The exporter's stack traces in the nodes are removed, because they contain paths of this machine.
         onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
