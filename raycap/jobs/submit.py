@@ -327,11 +327,6 @@ def secret_names(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(given))
 
 
-def used_variables(config: Path) -> list[str]:
-    """The names of the variables, written `${NAME}`, in a configuration and the files that it references."""
-    return variable_names(" ".join(str(read_file(path)) for path in referenced_files(config)))
-
-
 def check_texts(config: Path | None, arguments: Sequence[str], available: Container[str]) -> None:
     """Raises UserError if the files or arguments contain a secret, or a `${VARIABLE}` that the job would not have.
 
