@@ -144,8 +144,6 @@ class Tracker:
                     "and `raycap sync CONFIG` sends it"
                 )
         else:
-            if self._failing:
-                logger.info(f"tracker   {address} accepts everything again")
             self._failing = False
 
 
