@@ -228,7 +228,6 @@ class RunDriver:
         images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
         options = Options(
-            training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
             unconstrained=(data.val_split,),  # as during training, to be comparable
             captions=stored_captions(folder, images, digests),
