@@ -35,6 +35,8 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.weights import weights_file_digest
 from raycap.pipeline.training.loop import StageJob, stored_captioner, train_stages
 
+NEWEST = "newest.txt"  # in a checkpoint of Ray Tune: the name of the folder with the state
+
 
 @dataclass(frozen=True)
 class TrialTask:
@@ -180,28 +182,33 @@ def _local_file(file: StoragePath) -> Path:
 def hand_over(run: RunFolder, step: int, target: Path) -> None:
     """Copies the state of a run after a step with a validation into the folder `target`, as a run has it.
 
-    The state is the step's checkpoint, the best weights and the journal. The run has one stage.
+    The state is the step's checkpoint, the best weights and the journal. The run has one stage. Ray Tune may add
+    `target` to the files of an earlier checkpoint, because a trial that took over another one counts anew. Therefore
+    the state has a folder of its own, which the file NEWEST names.
     """
     stage = run.config.stages[0].name
-    source, copy = run.stage(stage), target / "stages" / stage
+    state = target / f"{run.run_id}-{step}"
+    source, copy = run.stage(stage), state / "stages" / stage
     best_step = read_json(source / f"step-{step}" / "progress.json")["best_step"]
     for name in (f"step-{step}", f"best-{best_step}"):
         shutil.copytree(source / name, copy / name)
     shutil.copyfile(source / "predictions-val.json", copy / "predictions-val.json")
-    shutil.copytree(run.journal, target / JOURNAL)
+    shutil.copytree(run.journal, state / JOURNAL)
+    (target / NEWEST).write_text(state.name)
 
 
 def take_over(run: RunFolder, copy: Path) -> None:
     """Replaces a run's state by the copy that `hand_over` made of another run; ignores a copy of the same run."""
-    (progress,) = copy.glob("stages/*/step-*/progress.json")
+    state = copy / (copy / NEWEST).read_text()
+    (progress,) = state.glob("stages/*/step-*/progress.json")
     values, stage = read_json(progress), run.config.stages[0].name
     identity = f"{run.run_id}/{stage}"  # a run refuses a checkpoint with another identity
     if values["identity"] == identity:
         return
     shutil.rmtree(run.stage(stage), ignore_errors=True)
     shutil.rmtree(run.journal, ignore_errors=True)
-    shutil.copytree(copy, run.path, dirs_exist_ok=True)
-    write_json(run.path / progress.relative_to(copy), values | {"identity": identity})
+    shutil.copytree(state, run.path, dirs_exist_ok=True)
+    write_json(run.path / progress.relative_to(state), values | {"identity": identity})
     if run.home is not None:
         (run.home / JOURNAL).delete_folder()  # parts that this copy has not seen
     run.push("stages", JOURNAL)
