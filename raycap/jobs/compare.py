@@ -88,13 +88,13 @@ def compare_models(
     options = find_options(run_config)
     bundles = find_bundles("MODEL", models, run_config)
     split = split or run_config.data.test_splits[0]
-    images, training = find_images(run_config, [split])
+    images = find_images(run_config, [split])
     if not any(images[split].references().values()):
         raise UserError(f"--split {split} has no reference captions; name a split with references")
     settings = common_settings(run_config, bundles)
     name = group_id(run_config.name, [*map(str, bundles), split])
     folder = ResultsFolder.of(run_config, "", out or str(run_config.storage_place / f"comparisons/{name}"))
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([[bundle] for bundle in bundles])
     with folder.writing():
         labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}

@@ -90,7 +90,7 @@ def evaluate(
     others = find_bundles("--compare", compared or (), data_config)
     if not named:
         _require_run(run_config, stage)
-    images, training = find_images(data_config, splits or data_config.data.test_splits)
+    images = find_images(data_config, splits or data_config.data.test_splits)
     if named:
         by_label, evaluated_config = {f"model {number}": bundle for number, bundle in enumerate(named, 1)}, data_config
     else:
@@ -104,7 +104,7 @@ def evaluate(
     title, name = _title_and_name(run_config, bundles, others, one_by_one=one_by_one)
     folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
     settings = common_settings(evaluated_config, bundles, others)
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([*systems.values(), *([other] for other in others)])
     with folder.writing():
         if one_by_one or others:
@@ -284,13 +284,10 @@ def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[
     return found
 
 
-def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
-    """The images of each split, also those without references, and the training images.
-
-    Raises UserError if the annotations cannot be read.
-    """
+def find_images(config: RunConfig, splits: Sequence[str]) -> dict[str, Dataset]:
+    """The images of each split, also those without references. Raises UserError if annotations cannot be read."""
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
+    return images_by_split(dataset, splits)
 
 
 def _title_and_name(

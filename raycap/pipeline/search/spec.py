@@ -376,10 +376,6 @@ class Search:
                 require_possible_model(config)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"{name} is refused: {error}") from error
-        if config.evaluation.precision == "auto":
-            raise UserError(
-                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
-            )
         if config.evaluation.constraints is not None and not self.reports_validation:
             raise UserError(
                 "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import cross_attention, integrated_gradients
+from raycap.models.explain.attribution import cross_attention, integrated_gradients, shares
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -183,5 +183,5 @@ class CaptionService:
             explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
             if not with_attribution:
                 return explanation
-            attribution = integrated_gradients(model, features, ids).head(count)
-        return replace(explanation, attribution=attribution.shares().cpu().numpy())
+            attribution = shares(integrated_gradients(model, features, ids)[:count])
+        return replace(explanation, attribution=attribution.cpu().numpy())
