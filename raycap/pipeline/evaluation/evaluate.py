@@ -127,22 +127,19 @@ def evaluate(
     return scores if options.metrics else _with_confidence(scores, settings)
 
 
-def common_settings(
-    settings: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath] = ()
-) -> RunConfig:
+def common_settings(settings: RunConfig, bundles: Sequence[StoragePath]) -> RunConfig:
     """The settings with which all of these bundles are evaluated.
 
     Search keys that `settings` do not set come from the bundles' protocols. `evaluation.max_length` is lowered to the
-    smallest number of positions of the models. compared: other models, which caption with the same settings even if
-    their protocols record different ones. Raises UserError if the bundles record different searches, and if the search
-    does not fit the language or the tokenizer of a bundle.
+    smallest number of positions of the models. Raises UserError if the bundles record different searches, and if the
+    search does not fit the language or the tokenizer of a bundle.
     """
     search = search_settings(settings.evaluation, [_recorded(bundle) for bundle in bundles])
-    # the update marks these keys as set, so that compared models do not use the values of their own protocols
+    # the update marks these keys as set, so that each model does not use the values of its own protocol
     search = search.model_copy(update={key: getattr(search, key) for key in SEARCH_KEYS})
-    for bundle in (*bundles, *compared):
+    for bundle in bundles:
         search.require_words(_recorded(bundle).language, vocabulary_of(bundle).tokenizer)
-    positions = min(max_positions(bundle) for bundle in (*bundles, *compared))
+    positions = min(max_positions(bundle) for bundle in bundles)
     if positions < search.max_length:
         logger.info(f"search    at most {positions} tokens, because a model has no more positions")
         search = search.model_copy(update={"max_length": positions})

@@ -52,12 +52,7 @@ MAX_EMBEDDED_BYTES = 2**30  # larger weights have their own file, because ONNX l
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
-def export_captioner(
-    bundle: Bundle,
-    folder: Path,
-    *,
-    precision: Literal["float32", "float16"] = "float32",
-) -> float:
+def export_captioner(bundle: Bundle, folder: Path, *, precision: Literal["float32", "float16"] = "float32") -> float:
     """Writes the folder atomically. Returns the largest difference between its graphs and the model.
 
     Raises UserError if the model has no backbone or cannot be exported, and JobFailedError if the graphs differ from

@@ -17,7 +17,7 @@ import yaml
 from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences
 
-OTHER_IMAGES = " images of "  # in the first reason of a row whose images are not those that we scored
+OTHER_IMAGES = " are of it"  # at the end of the first reason of a row if we scored images of another data set
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tupl
 
 
 def folded(published: Sequence[tuple[FinalRow, str]]) -> list[tuple[FinalRow, str]]:
-    """The result of `published_rows` with one row, without scores, in place of all rows of other images than ours."""
-    of_other_images = [(row, reason) for row, reason in published if OTHER_IMAGES in reason.partition(";")[0]]
-    if not of_other_images:
+    """The result of `published_rows` with one row, without scores, in place of those of other data sets than ours."""
+    of_other_images = [each for each in published if each[1].partition(";")[0].endswith(OTHER_IMAGES)]
+    if len(of_other_images) < 2:
         return list(published)
     row, reason = of_other_images[0]
     joined = replace(row, name=f"{len(of_other_images)} rows of papers", scores={})
@@ -132,9 +132,9 @@ def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
     images = _published()["data_sets"][row.data]
     count = sum(re.fullmatch(images["files"], uri.rsplit("/", 1)[-1]) is not None for uri in uris)
     if count < len(uris):
-        pairs.append((f"{images['count']:,}{OTHER_IMAGES}{images['name']}", f"{count:,} of {len(uris):,} are of it"))
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{count:,} of {len(uris):,}{OTHER_IMAGES}"))
     elif len(uris) != images["count"]:
-        pairs.append((f"{images['count']:,}{OTHER_IMAGES}{images['name']}", f"{len(uris):,}"))
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
     pairs += differences(row.protocol, ours)
     if not pairs:
         return ""

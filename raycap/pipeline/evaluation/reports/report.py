@@ -189,17 +189,15 @@ class ResultsFolder:
             Mirror(self.place, self.path).push()
 
 
-def write_results(
-    folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str, may_store: bool = True
-) -> None:
+def write_results(folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str) -> None:
     """Logs the scores of a model, and writes scores.json and one page per scored split. label: names the model.
 
-    may_store: if True, the fitted confidence is stored in the bundle, unless the model is an ensemble.
+    The fitted confidence is stored in the bundle, unless the model is an ensemble.
     """
     for each in scores.splits:
         _log_scores(each)
     content, decorations = scores.to_json(), Decorations()
-    if may_store and len(scores.bundles) == 1:
+    if len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
     models = ", ".join(bundle.name for bundle in scores.bundles)
