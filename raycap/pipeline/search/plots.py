@@ -30,7 +30,8 @@ def pareto_plot(results: SearchResults) -> bytes:
     cost = next((name for name in objectives if name in COSTS), search.cost)
     score = search.reported(next((name for name in objectives if name not in COSTS), SCORE))
     shown = [point for point in results.points if point.values(cost) and point.values(score)]
-    axes = Figure(figsize=(8.6, 5.4), dpi=160).subplots()
+    figure = Figure(figsize=(8.6, 5.4), dpi=160)
+    axes = figure.subplots()
 
     def place(point: PointResult) -> tuple[float, float, float]:
         """The cost in the unit that `heading` names, the score, and its spread, 0 for one seed."""
@@ -40,8 +41,8 @@ def pareto_plot(results: SearchResults) -> bytes:
     def draw(points: Sequence[PointResult], label: str, **style: Any) -> None:
         if points:
             costs, scores, spreads = zip(*sorted(map(place, points)), strict=True)
-            bars = spreads if any(spreads) else None
-            axes.errorbar(costs, scores, bars, label=label, **({"fmt": "o", "capsize": 3, "elinewidth": 1} | style))
+            bars, style = spreads if any(spreads) else None, {"fmt": "o"} | style
+            axes.errorbar(costs, scores, bars, label=label, capsize=3, elinewidth=1, **style)
 
     finished = [point for point in shown if point.state == "finished"]
     stopped = [point for point in shown if point.state == "stopped"]
@@ -72,5 +73,5 @@ def pareto_plot(results: SearchResults) -> bytes:
     axes.tick_params(length=0)
     axes.legend(handles=explained, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8.5, frameon=False)
     data = io.BytesIO()
-    axes.figure.savefig(data, format="png", bbox_inches="tight")  # with the whole legend
+    figure.savefig(data, format="png", bbox_inches="tight")  # with the whole legend
     return data.getvalue()
