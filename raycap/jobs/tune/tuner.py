@@ -133,10 +133,10 @@ def _variants(search: Search) -> Values:
     """Ray Tune's own description of a grid or of a population's initial points. {} if Optuna proposes the points."""
     config, dimensions = search.config, search.space.dimensions
     if config.algorithm == "grid":
-        grid = {dimension.key: tune.grid_search(dimension.listed() or []) for dimension in dimensions}
+        grid = {key: tune.grid_search(dimension.listed() or []) for key, dimension in dimensions.items()}
         return grid | {SEED: tune.grid_search(list(config.seeds))}
     if search.is_population:
-        return {dimension.key: _domain(dimension) for dimension in dimensions} | {SEED: config.seeds[0]}
+        return {key: _domain(dimension) for key, dimension in dimensions.items()} | {SEED: config.seeds[0]}
     return {}
 
 
@@ -192,14 +192,14 @@ def _scheduler(search: Search) -> TrialScheduler:
         )  # fmt: skip
     if settings.name == "median":
         return MedianStoppingRule(time_attr="epoch", metric=SCORE, mode="max", grace_period=settings.grace_epochs)
-    limits = {d.key: (d.low, d.high) for d in search.space.dimensions if d.listed() is None}
+    limits = {key: (d.low, d.high) for key, d in search.space.dimensions.items() if d.listed() is None}
     return PopulationBasedTraining(
         time_attr="epoch",
         metric=SCORE,
         mode="max",
         perturbation_interval=settings.every_epochs,
         quantile_fraction=settings.quantile,
-        hyperparam_mutations={d.key: d.listed() or _domain(d) for d in search.space.dimensions},
+        hyperparam_mutations={key: d.listed() or _domain(d) for key, d in search.space.dimensions.items()},
         custom_explore_fn=lambda point: _limited(point, limits),
     )
 

@@ -20,8 +20,8 @@ from raycap.pipeline.search.results import (
     selection_note,
 )
 from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
-from raycap.pipeline.search.space import short
-from raycap.pipeline.search.spec import SCORE, Search, flatten
+from raycap.pipeline.search.space import flatten, short
+from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.storage.atomic import write_bytes, write_text
 
 TEMPLATE = Path(__file__).with_name("search.html.jinja")
