@@ -293,7 +293,11 @@ def _read_run(storage: StoragePath, entry: Content) -> None:
 def _read_search(storage: StoragePath, entry: Content) -> None:
     """Sets the state of a search, the runs that it needs, and the number of its trials that have ended, as in 3/12."""
     place = storage / entry.path
-    entry.state, entry.facts = "in progress" if _in_progress(place) else "", {"trials": "?"}
+    has_trials = TRIALS in entry.files
+    entry.state = "in progress" if _in_progress(place) else "" if has_trials else "interrupted"
+    entry.facts = {"trials": "?"}
+    if not has_trials:  # the first experiment has not ended
+        return
     trials = read_records((place / TRIALS).read_bytes(MAX_RECORD_BYTES), str(place / TRIALS))
     entry.needs = {PurePosixPath(trial.run).name for trial in trials if trial.run}
     entry.facts["trials"] = f"{sum(trial.state in ENDED for trial in trials)}/{len(trials)}"

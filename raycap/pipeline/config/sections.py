@@ -653,8 +653,8 @@ class EvaluationSection(Section):
     """Merge equal neighboring words into one, as the Meshed-Memory Transformer's code does before scoring."""
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     """Images per search. By default 32 on a CPU and 256 on a GPU, or fewer if the GPU's memory does not suffice."""
-    precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """With bfloat16 (autocast), a few captions differ. auto takes the faster one, measured once per storage."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """With bfloat16 (autocast), a few captions differ."""
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     """On a GPU, capture the search as a CUDA graph at the second batch of a shape, and replay it for later batches."""
     good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85

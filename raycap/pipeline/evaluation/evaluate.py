@@ -57,8 +57,7 @@ from raycap.pipeline.evaluation.scores.metrics import (
     score_captions,
     why_unavailable,
 )
-from raycap.pipeline.features.extraction import Extracted, extract_features, hash_and_extract
-from raycap.pipeline.features.precision import with_search_precision
+from raycap.pipeline.features.extraction import Extracted, extract_features
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
@@ -107,7 +106,7 @@ def evaluate(
     but not scored. Raises UserError if the constraints do not fit the images or the vocabulary.
     """
     automata = find_automata(bundles[0], images, options)
-    settings = with_search_precision(common_settings(settings, bundles), address)
+    settings = common_settings(settings, bundles)
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
     inputs = find_inputs(bundles, images, settings, address)
@@ -346,8 +345,7 @@ def _extracted(
     start, transform = partial(start_extraction, config, address), bundle.transform
     weights = keep_weights(backbone, config.working_path / "backbones")
     if every.table["key"].null_count == len(every):
-        hash_files = hash_and_extract(config, lambda: weights, start, transform)
-        every, reasons = snapshot_of(every, config, hash_files)
+        every, reasons = snapshot_of(every, config)
         unreadable |= reasons
     return every, extract_features(config, every, weights, start, unreadable, transform)
 

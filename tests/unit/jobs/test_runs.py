@@ -34,13 +34,15 @@ def storage(tmp_path: Path) -> FakeStorage:
 
 def test_the_tables(storage: FakeStorage, capsys: pytest.CaptureFixture[str]) -> None:
     storage.write("runs/demo-\x1b[2J/run.json", b"{")
+    storage.write("searches/small-1/tune/1/tuner.pkl", b"")  # of a search that was killed, which has no trials.json yet
     assert main(["runs", str(storage.place)]) == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
     assert ["demo-1", "2026-01-02T03:04", "1.2500", "1.5000", "complete"] in [line[:5] for line in lines]
     assert ["demo-2", "2026-01-02T03:04", "scst", "0.5000", "-", "interrupted"] in [line[:6] for line in lines]
     assert any(line[:1] == [r"demo-\x1b[2J"] and "damaged" in line for line in lines) and "\x1b" not in out
-    assert "; runs 3, searches 0, retrain 0, features 1, models 1" in out
+    assert ["small-1", "?", "interrupted"] in [line[:3] for line in lines]
+    assert "; runs 3, searches 1, retrain 0, features 1, models 1" in out
 
 
 def test_the_json(storage: FakeStorage, capsys: pytest.CaptureFixture[str]) -> None:

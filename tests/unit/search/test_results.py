@@ -134,16 +134,11 @@ def test_the_importance_is_that_of_the_key_that_matters(tmp_path: Path) -> None:
     assert shares[N_E] > 0.9 and "after epoch 1, the last that all 16 trials reached" in note
 
 
-def test_trials_of_later_experiments_replace_earlier_ones(tmp_path: Path) -> None:
-    """A trial that changed its point, as in a population, is there once, and so are two trials at one point."""
-    folder, at_1, at_2 = SearchFolder(tmp_path), {N_E: 1}, {N_E: 2}
+def test_trials_are_written_and_read(tmp_path: Path) -> None:
+    folder, records = SearchFolder(tmp_path), [TrialRecord("a", {N_E: 1}, 0, "finished", reports=[(1.0, 0.5)])]
     assert folder.records() == []
-    folder.write([TrialRecord("a", at_1, 0), TrialRecord("b", at_2, 0, "finished")])
-    folder.write([TrialRecord("a", at_2, 0), TrialRecord("c", at_2, 0)])
-    assert [(each.trial_id, each.point) for each in folder.records()] == [("a", at_2), ("c", at_2)]
-    folder.write([TrialRecord("d", at_2, 0, "finished", reports=[(1.0, 0.5)]), TrialRecord("e", at_2, 1)])
-    assert [each.trial_id for each in folder.records()] == ["d", "e"]
-    assert folder.records()[0].reports == [(1.0, 0.5)], "not lists in a list, as in JSON"
+    folder.write(records)
+    assert folder.records() == records, "reports are not lists in a list, as in JSON"
     (tmp_path / TRIALS).write_text("[{")
     with pytest.raises(DamagedError, match=r"trials\.json is damaged"):
         folder.records()

@@ -109,8 +109,6 @@ def caption_batches(
     same order. constraints: {image id: automaton}, for images with constraints. If the GPU's memory runs out, fewer
     images are captioned at a time, down to one, but each yielded batch still has `images_at_a_time` images.
     """
-    if search.settings.precision == "auto":
-        raise ValueError("evaluation.precision is auto, which must be decided before the search")
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
     num_at_a_time = batch_size  # fewer after the GPU's memory ran out
     graphs = None
