@@ -225,7 +225,7 @@ def _place(folder: StoragePath) -> tuple[str, pyarrow.fs.FileSystem | None]:
 
 def _domain(dimension: Dimension) -> Any:
     """The choices of a dimension, or Ray Tune's description of a range that is continuous or logarithmic."""
-    if dimension.log and dimension.integer:
+    if dimension.log and dimension.is_integer:
         return tune.lograndint(int(dimension.low), int(dimension.high) + 1)
     if dimension.log:
         return tune.loguniform(dimension.low, dimension.high)
