@@ -56,8 +56,6 @@ from raycap.pipeline.tracking.run_tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the same time
-
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
@@ -127,15 +125,6 @@ def run_log(folder: RunFolder) -> Iterator[None]:
                 folder.push("log/run.log")
 
 
-def train(config: RunConfig, address: str | None = None) -> RunFolder:
-    """Trains all stages of a run, without evaluation and registration. A later `run` continues from there."""
-    folder = prepare(config)
-    if not all(folder.result(stage.name) for stage in config.stages):
-        with alone(folder.path):
-            RunDriver(folder, address).train()
-    return folder
-
-
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Holds the lock of a run or search in the context. Raises UserError if another process has it."""
@@ -188,7 +177,6 @@ class RunDriver:
         """Runs the stages that are not finished."""
         self._decide_precision()
         self._log_plan()
-        self._check_disk()
         is_resumed = any(self.folder.path.glob("stages/*/step-*"))
         if self.config.workers.dry_run and self._pending and not is_resumed:
             self._dry_run()
@@ -228,7 +216,6 @@ class RunDriver:
         images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
         options = Options(
-            training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
             unconstrained=(data.val_split,),  # as during training, to be comparable
             captions=stored_captions(folder, images, digests),
@@ -291,27 +278,6 @@ class RunDriver:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
                 seconds, memory = f"{result.seconds:.1f} s", f"{result.memory_mb:.0f} MiB"
                 logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
-
-    def _check_disk(self) -> None:
-        """Raises UserError if the disk has no room for one store of features and the checkpoints of a stage."""
-        config, metadata, pending = self.config, self.folder.metadata, self._pending
-        num_rows = 0
-        has_frozen_stage = not all(stage.train_backbone for stage in pending)
-        if has_frozen_stage and not self.folder.home:  # stores on S3 need no disk
-            num_rows = len(self.folder.dataset.split(config.data.val_split))
-            if config.features.store == "always":
-                num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
-        bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
-        features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
-        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, 2 moments, average
-        weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
-        free = shutil.disk_usage(self.folder.path).free
-        if features + weights > free:
-            raise UserError(
-                f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
-                f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
-                f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
-            )
 
     @property
     def _pending(self) -> list[StageSection]:
@@ -393,7 +359,7 @@ class RunDriver:
         if config.tracking.enabled and registered:
             tracking = f"{public_uri(config)}, model {registered}"
         elif config.tracking.enabled:
-            tracking = f"{public_uri(config)} did not take everything; {self.tracker.remedy} sends the rest"
+            tracking = f"{public_uri(config)} did not take everything; `raycap sync CONFIG` sends the rest"
         report_place = folder.root / "report.html" if (folder.path / "report.html").is_file() else "not made"
         # Validations during training use the vocabulary's tokens. These scores use the metrics' words, to be comparable
         # with the table.

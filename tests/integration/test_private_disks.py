@@ -75,7 +75,7 @@ def test_doctor(world: World) -> None:
     """First a job on the cluster finds that one node cannot make its cache. Then a joined driver finds no failure."""
     cache = world.cluster.folder / "disks" / "1" / "disk" / "cache"
     cache.touch()
-    words = ("doctor", world.config, "--address", world.cluster.dashboard)
+    words = ("submit", "doctor", world.config, "--address", world.cluster.dashboard)
     output = world.cluster.raycap(*words, node=OUTSIDE, exit_code=1)
     assert re.search(r"fail  node cache .*cannot be written", output)
     cache.unlink()

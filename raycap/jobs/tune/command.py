@@ -80,10 +80,7 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
 
 
 def _lease(folder: SearchFolder) -> AbstractContextManager[Lease | None]:
-    """Keeps other machines out of a search on S3. None for a local storage.
-
-    Raises UserError when another process works on the search.
-    """
+    """Keeps other machines out of a search on S3; None for a local storage. Raises UserError if one works on it."""
     if folder.home is None:
         return nullcontext()
     # beside the folder, because a push of the folder would replace a renewed lease by an older copy

@@ -12,7 +12,6 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -255,13 +254,11 @@ def _scheduler(search: Search) -> TrialScheduler:
         perturbation_interval=settings.every_epochs,
         quantile_fraction=settings.quantile,
         hyperparam_mutations=mutations,
-        custom_explore_fn=lambda point: _limited(point, limits),
+        # a changed number may be outside of its range
+        custom_explore_fn=lambda point: (
+            point | {key: min(max(point[key], low), high) for key, (low, high) in limits.items()}
+        ),
     )
-
-
-def _limited(point: Values, limits: Mapping[str, tuple[float, float]]) -> Values:
-    """A point with its numbers inside of their ranges, which population based training may leave."""
-    return point | {key: min(max(point[key], low), high) for key, (low, high) in limits.items()}
 
 
 def train_trial(config: Values, plan: SearchPlan) -> None:
@@ -378,8 +375,7 @@ class Progress(tune.Callback):
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
         self.session.note(record_of(trial, trial.last_result, has_ended=True))
 
-    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: object) -> None:
-        self.session.note(record_of(trial, trial.last_result, has_ended=True))
+    on_trial_error = on_trial_complete
 
     def on_experiment_end(self, trials: Any, **_: object) -> None:
         """Adds the trials that had ended before this process began."""

@@ -36,7 +36,7 @@ MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
 AGENTS_S = 3.0  # how long Ray's agents have to end before they are killed
 
-Stage = Literal["images", "features", "dry run", "training", "captions"]
+Stage = Literal["features", "dry run", "training", "captions"]
 LARGEST: tuple[Stage, Stage] = ("training", "features")  # one of these stages needs the most resources
 
 
@@ -123,8 +123,6 @@ def check_address(address: str | None) -> None:
 def stage_resources(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     """The resources of each process that must run before a stage can make progress."""
     workers, features = config.workers, config.features
-    if stage == "images":
-        return [{"CPU": 1}]
     if stage == "features":
         actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
         return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]

@@ -106,7 +106,7 @@ Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # at least ten of the steps of 0.0001 in which Ray counts
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the metrics in `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
-_OwnMetric = Literal["CIDEr-R", "CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+_OwnMetric = Literal["CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4"]
 _EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
 FurtherMetric = Literal[_OwnMetric, _EncoderMetric]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]

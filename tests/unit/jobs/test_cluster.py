@@ -12,6 +12,7 @@ import torch
 from raycap.jobs.train import _trainer
 from raycap.pipeline.cluster.capacity import amounts
 from raycap.pipeline.cluster.start import (
+    _start_local_ray,
     check_address,
     check_resources,
     connect,
@@ -90,3 +91,15 @@ def test_an_address_where_nothing_answers_is_not_left_to_ray(monkeypatch: pytest
         JobFailedError, match=rf"joined at {re.escape(address)}: nothing answers .*; check --address or RAY_ADDRESS$"
     ):
         connect(address)
+
+
+def test_a_ray_that_does_not_start_ends_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.\nThe GCS is overloaded.")  # as Ray does
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a token")
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(JobFailedError, match=r"^Ray did not start \(The current .* is overloaded\.\); repeat") as error:
+        _start_local_ray(2)
+    assert "\n" not in str(error.value)
