@@ -63,8 +63,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         _start_ray(search, address)
         return StallWatch("extraction", search.base.workers)
 
-    from raycap.jobs.tune.outcome import write_outcome
     from raycap.jobs.tune.tuner import run_trials
+    from raycap.pipeline.search.outcome import write_outcome
 
     with alone(folder.path), _lease(folder) as lease:
         store, excluded = extract_once(search, dataset, source, start_extraction)
