@@ -70,7 +70,7 @@ def run_trials(
     LostLeaseError if another process has taken the lease, and KeyboardInterrupt if Ctrl-C has ended the experiment.
     """
     random.seed(search.config.seed)  # population based training draws from this generator and from NumPy's
-    np.random.seed(search.config.seed % 2**32)
+    np.random.seed(search.config.seed)
     Progress.session = session = Session(search, lease)
     tuner = _tuner(search, plan, folder, retry)
     handler = signal.getsignal(signal.SIGINT)

@@ -145,8 +145,8 @@ class SearchConfig(Section):
     scheduler: Annotated[SchedulerSection | None, _BY_NAME] = None
     resources: ResourceSection = ResourceSection()
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS), _COUNTED] = (0,)
-    seed: Seed = 0
-    """The sampler's seed."""
+    seed: Annotated[int, Field(ge=0, lt=2**32), NUMBER] = 0
+    """The sampler's seed. NumPy takes no larger one."""
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
     """The paper to compare with."""
 
