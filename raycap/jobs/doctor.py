@@ -114,7 +114,7 @@ def doctor(
 def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
     """The run that a YAML file describes, and the resources of each stage. The run of a search is that of its base."""
     values = read_values(path, overrides)
-    if "space" in values or "rows" in values:  # only the file of a search has these keys
+    if "space" in values:  # only the file of a search has this key
         search = load_search(path, overrides)
         trial = [search.bundle] * search.config.resources.workers
         return search.base, {"features": stage_resources(search.base, "features"), "a trial": trial}

@@ -44,8 +44,7 @@ def group_id(name: str, members: Sequence[str]) -> str:
 def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
     """Prints the mean scores of complete runs with their spread, and writes them to seeds/NAME-HASH in the storage.
 
-    configs, folders: of each run. Raises DamagedError if a run's scores.json is
-    damaged.
+    configs, folders: of each run. Raises DamagedError if a run's scores.json is damaged.
     """
     group = group_id(configs[0].name, [folder.run_id for folder in folders])
     place = configs[0].storage_place / f"seeds/{group}"

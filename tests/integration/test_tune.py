@@ -60,7 +60,7 @@ def test_failed_trials_are_repeated_and_the_others_finish(
     """One trial diverges each time. Afterwards the search runs again: whole, without a snapshot, and with a cut one."""
     rows = [{G: [4]}, {LR: 1e30}, {G: [8]}]
     changes = {"score_split": "test", "set": {"tracking.enabled": True}, "algorithm": "grid", "budget": {}}
-    words = ["tune", str(write_search(tmp_path, space=None, rows=rows, trial=TRIAL, **changes))]
+    words = ["tune", str(write_search(tmp_path, space={"row": rows}, trial=TRIAL, **changes))]
     storage = tmp_path / "storage"
     assert main(words) == 0
     output = capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_a_larger_budget_and_more_seeds_train_only_what_is_new(tmp_path: Path, r
 
 def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytest.CaptureFixture[str]) -> None:
     """Trials run one at a time. The second learning rate makes captions worse than those of the initial weights."""
-    changes: dict[str, Any] = {"space": None, "rows": [{LR: 1e-7}, {LR: 3e-2}, {LR: 1e-8}], "algorithm": "grid"}
+    changes: dict[str, Any] = {"space": {LR: [1e-7, 3e-2, 1e-8]}, "algorithm": "grid"}
     changes |= {"scheduler": "asha", "budget": {"concurrent": 1}, "trial": TRIAL | {"epochs": 4}}
     assert main(["tune", str(write_search(tmp_path, **changes))]) == 0
     records = records_of(tmp_path / "storage")

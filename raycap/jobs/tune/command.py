@@ -92,13 +92,13 @@ def _lease(folder: SearchFolder) -> AbstractContextManager[Lease | None]:
 
 def _log_plan(search: Search, folder: SearchFolder) -> None:
     """Logs the size of the search."""
-    config, num_trials = search.config, search.num_trials
+    config = search.config
     logger.info(f"search    {folder.path.name}  in {folder.root}")
     size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
-    trials = "trials until the time is over" if num_trials is None else f"{num_trials} trials"
+    trials = "" if config.budget.trials is None else f", {config.budget.trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
-    logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
-    scheduler = f"; {config.scheduler.describe()}" if config.scheduler else ""
+    logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}{trials}{seeds}")
+    scheduler = f"; scheduler {config.scheduler.name}" if config.scheduler else ""
     logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{scheduler}")
     logger.info(f"scores    {selection_note(search)}")
     if config.scheduler and len(config.seeds) > 1:

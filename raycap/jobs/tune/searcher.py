@@ -42,7 +42,7 @@ class PointSearcher(OptunaSearch):
     def __init__(self, search: Search, earlier: Sequence[Values] = ()) -> None:
         """earlier: the points of this search's earlier experiments, which are proposed first."""
         super().__init__(
-            {dimension.key: distribution(dimension) for dimension in search.space.dimensions},
+            {key: distribution(dimension) for key, dimension in search.space.dimensions.items()},
             metric=list(search.config.objectives),
             mode=list(search.config.objectives.values()),
             points_to_evaluate=list(earlier),

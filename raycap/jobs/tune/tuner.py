@@ -72,7 +72,7 @@ def run_trials(
     LostLeaseError if another process has taken the lease, and KeyboardInterrupt if Ctrl-C has ended the experiment.
     """
     random.seed(search.config.seed)  # population based training draws from this generator and from NumPy's
-    np.random.seed(search.config.seed % 2**32)
+    np.random.seed(search.config.seed)
     Progress.session = session = Session(search, lease)
     tuner = _tuner(search, plan, folder, retry)
     handler = signal.getsignal(signal.SIGINT)
@@ -188,10 +188,10 @@ def _variants(search: Search) -> Values:
     """Ray Tune's own description of a grid or of a population's initial points. {} if Optuna proposes the points."""
     config, dimensions = search.config, search.space.dimensions
     if config.algorithm == "grid":
-        grid = {dimension.key: tune.grid_search(dimension.listed() or []) for dimension in dimensions}
+        grid = {key: tune.grid_search(dimension.listed() or []) for key, dimension in dimensions.items()}
         return grid | {SEED: tune.grid_search(list(config.seeds))}
     if search.is_population:
-        domains = {dimension.key: _domain(dimension) for dimension in dimensions}
+        domains = {key: _domain(dimension) for key, dimension in dimensions.items()}
         choices = {key: tune.choice(domain) for key, domain in domains.items() if isinstance(domain, list)}
         return domains | choices | {SEED: config.seeds[0]}
     return {}
@@ -226,7 +226,7 @@ def _place(folder: StoragePath) -> tuple[str, pyarrow.fs.FileSystem | None]:
 
 def _domain(dimension: Dimension) -> Any:
     """The choices of a dimension, or Ray Tune's description of a range that is continuous or logarithmic."""
-    if dimension.log and dimension.integer:
+    if dimension.log and dimension.is_integer:
         return tune.lograndint(int(dimension.low), int(dimension.high) + 1)
     if dimension.log:
         return tune.loguniform(dimension.low, dimension.high)
@@ -245,8 +245,10 @@ def _scheduler(search: Search) -> TrialScheduler:
         )  # fmt: skip
     if settings.name == "median":
         return MedianStoppingRule(time_attr="epoch", metric=SCORE, mode="max", grace_period=settings.grace_epochs)
-    mutations = {dimension.key: _domain(dimension) for dimension in search.space.dimensions}
-    limits = {d.key: (d.low, d.high) for d in search.space.dimensions if not isinstance(mutations[d.key], list)}
+    mutations = {key: _domain(dimension) for key, dimension in search.space.dimensions.items()}
+    limits = {
+        key: (d.low, d.high) for key, d in search.space.dimensions.items() if not isinstance(mutations[key], list)
+    }
     return PopulationBasedTraining(
         time_attr="epoch",
         metric=SCORE,

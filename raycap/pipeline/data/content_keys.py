@@ -48,20 +48,22 @@ ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.stri
 MANIFEST = ENTRIES.append(pa.field("key", pa.string()))
 # The sha256 of each of some files, or None if it cannot be read, and {URI: why the file cannot be read}.
 HashedFiles = tuple[list[str | None], dict[str, str]]
+HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 
 def take_snapshot(
     dataset: Dataset,
     manifest: StoragePath | Path,
     options: StorageOptions = StorageOptions(),
-    cache_bytes: int | None = None,
+    hash_new: HashFiles | None = None,
     listing: pa.Table | None = None,
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
-    manifest: the path of a table of MANIFEST, which is written if a file is new or has changed. cache_bytes: see
-    `hash_files`. listing: sizes and tags that the caller knows already, with the columns of ENTRIES, so that these
-    files are not looked up again. Raises StorageError for an outage.
+    manifest: the path of a table of MANIFEST, which is written if a file is new or has changed. hash_new: reads
+    these files; `hash_files` with the default size of the cache if it is None. listing: sizes and tags that the caller
+    knows already, with the columns of ENTRIES, so that these files are not looked up again. Raises StorageError for an
+    outage.
     """
     forget_row_groups()
     path, uris = storage_path(manifest), pc.unique(dataset.table["uri"])
@@ -85,7 +87,7 @@ def take_snapshot(
 
     changed = np.flatnonzero(pc.and_(pc.invert(is_same), pc.is_valid(sizes)).to_numpy())
     if len(changed):
-        batches = hash_files(uris.take(pa.array(changed)), options, cache_bytes)
+        batches = (hash_new or hash_files)(uris.take(pa.array(changed)), options)
         unreadable |= _set_keys(keys, changed, batches, write)
     column = pa.array(keys, pa.string()).take(pc.index_in(dataset.table["uri"], value_set=uris).combine_chunks())
     return dataset.with_column("key", column), unreadable

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SourceSection
-from raycap.pipeline.data.content_keys import take_snapshot
+from raycap.pipeline.data.content_keys import hash_files, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
@@ -104,7 +104,8 @@ def snapshot_of(dataset: Dataset, config: RunConfig, listing: pa.Table | None = 
     image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
-    return take_snapshot(dataset, manifest, config.storage.options, config.features.cache_bytes, listing)
+    hash_new = partial(hash_files, cache_bytes=config.features.cache_bytes)
+    return take_snapshot(dataset, manifest, config.storage.options, hash_new, listing)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:

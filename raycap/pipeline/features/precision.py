@@ -58,24 +58,37 @@ def extraction_precision(
     folder: StoragePath,
     start: Callable[[], AbstractContextManager[object]],
 ) -> str:
-    """The precision of an extraction, float32 or bfloat16. If it is configured as `auto`, the faster one is chosen.
+    """The `decided_precision` of an extraction. The first extraction measures for some seconds, in a Ray task.
 
-    folder: the folder of stored decisions, one for each backbone and kind of device. With a stored decision, all
-    features have one precision, whichever machine computes them. start: starts Ray. The first extraction measures for
-    some seconds, in a Ray task with the resources of an actor. If two callers measure at the same time, both use the
-    decision that is written first.
+    The task has the resources of an actor. start: starts Ray.
     """
-    if settings.compute_dtype != "auto":
-        return settings.compute_dtype
 
-    record, decision, tag = _recorded(backbone, settings, folder)
-    if decision is None:
+    def measure() -> PrecisionTimes:
         options = {"num_cpus": ACTOR_CPUS, "num_gpus": settings.gpus_per_actor}
         with start(), one_sentence("the measurement of precisions"):
             import ray
 
             task = ray.remote(measure_extraction).options(**options)
             times: PrecisionTimes = ray.get(task.remote(backbone, settings))
+        return times
+
+    return decided_precision(backbone, settings, folder, measure)
+
+
+def decided_precision(
+    backbone: BackboneConfig, settings: FeatureSection, folder: StoragePath, measure: Callable[[], PrecisionTimes]
+) -> str:
+    """The precision of an extraction, float32 or bfloat16. If it is configured as `auto`, the faster one is chosen.
+
+    folder: the folder of stored decisions, one for each backbone and kind of device. With a stored decision, all
+    features have one precision, whichever machine computes them. If two callers measure at the same time, both use the
+    decision that is written first.
+    """
+    if settings.compute_dtype != "auto":
+        return settings.compute_dtype
+    record, decision, tag = _recorded(backbone, settings, folder)
+    if decision is None:
+        times = measure()
         decision = times.fastest
         try:
             record.write_if(json.dumps({"precision": decision, **asdict(times)}, indent=1).encode(), tag)

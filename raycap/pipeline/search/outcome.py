@@ -22,8 +22,8 @@ from raycap.pipeline.search.results import (
     write_trials,
 )
 from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
-from raycap.pipeline.search.space import short
-from raycap.pipeline.search.spec import SCORE, Search, flatten
+from raycap.pipeline.search.space import flatten, short
+from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.tracking import track_search
 from raycap.pipeline.storage.atomic import write_bytes, write_text
 

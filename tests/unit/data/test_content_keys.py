@@ -44,11 +44,10 @@ def key_of(uri: str) -> str:
 
 
 class Noted:
-    """Replaces `hash_files` and records the files that it reads."""
+    """`hash_files`, which records the files that it reads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.read: list[str] = []
-        monkeypatch.setattr("raycap.pipeline.data.content_keys.hash_files", self)
 
     def __call__(self, uris: pa.Array, *others: Any) -> Iterator[HashedFiles]:
         self.read = uris.to_pylist()
@@ -98,9 +97,9 @@ def test_snapshots_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest
     for _ in range(30):
         if rng.random() < 0.7:
             change(root, rng)
-        uris, noted = any_uris(root, rng), Noted(monkeypatch)
+        uris, noted = any_uris(root, rng), Noted()
         expected = plain_snapshot(uris, stored, key_of)
-        found, unreadable = take_snapshot(images(uris), path)
+        found, unreadable = take_snapshot(images(uris), path, hash_new=noted)
         found.table.validate(full=True)
         assert found.column("key") == expected.keys and found.column("uri") == uris
         assert unreadable == expected.unreadable
@@ -121,7 +120,6 @@ def test_snapshots_of_a_bucket_are_those_of_a_plain_loop(tmp_path: Path, monkeyp
     def hash_names(uris: pa.Array, *_: Any) -> Iterator[HashedFiles]:
         yield [hashlib.sha256(f"{uri} {bucket.objects}".encode()).hexdigest() for uri in uris.to_pylist()], {}
 
-    monkeypatch.setattr("raycap.pipeline.data.content_keys.hash_files", hash_names)
     for _ in range(12):
         uris = [f"s3://bucket/{name}" for name in rng.choice(names, int(rng.integers(1, 60)))]
         archive = StoragePath(str(rng.choice(["s3://bucket/a/x.tar", "s3://bucket/c/y.tar"])))
@@ -132,7 +130,7 @@ def test_snapshots_of_a_bucket_are_those_of_a_plain_loop(tmp_path: Path, monkeyp
         texts = f"{bucket.objects}"
         expected = plain_snapshot(uris, stored, lambda uri: hashlib.sha256(f"{uri} {texts}".encode()).hexdigest())  # noqa: B023
         bucket.asked.clear()
-        found, unreadable = take_snapshot(images(uris), tmp_path / "manifest.parquet")
+        found, unreadable = take_snapshot(images(uris), tmp_path / "manifest.parquet", hash_new=hash_names)
         asked += len(bucket.asked)
         assert found.column("key") == expected.keys
         assert unreadable == expected.unreadable
@@ -154,12 +152,11 @@ def test_a_kill_keeps_what_was_written_and_a_damaged_manifest_is_made_again(
         yield from itertools.islice(hash_files(uris, *others), 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raycap.pipeline.data.content_keys.hash_files", hash_some)
     with pytest.raises(KeyboardInterrupt):
-        take_snapshot(images(uris), path)
-    noted = Noted(monkeypatch)
-    whole = take_snapshot(images(uris), path)[0]
+        take_snapshot(images(uris), path, hash_new=hash_some)
+    noted = Noted()
+    whole = take_snapshot(images(uris), path, hash_new=noted)[0]
     assert noted.read == uris[30:]
     cut(path)
-    assert take_snapshot(images(uris), path)[0].table.equals(whole.table)
+    assert take_snapshot(images(uris), path, hash_new=noted)[0].table.equals(whole.table)
     assert noted.read == uris and any(str(path) in line for line in log_lines)

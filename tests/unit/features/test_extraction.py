@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.features import extraction
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
-from raycap.pipeline.features.precision import extraction_precision, measure_extraction
+from raycap.pipeline.features.precision import decided_precision, measure_extraction
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -32,27 +30,14 @@ SWIN = BackboneConfig(
 WAIT_S = 60
 
 
-def not_watched() -> AbstractContextManager[Callable[[], object]]:
-    return nullcontext(lambda: None)
-
-
-def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path) -> None:
     """A second measurement, on another machine for example, could decide otherwise."""
     measured = [PrecisionTimes("this processor", float32=1.0, bfloat16=0.5)]
     place = storage_path(tmp_path)
 
-    class Task:
-        def options(self, **_: object) -> Task:
-            return self
-
-        def remote(self, *_: object) -> PrecisionTimes:
-            return measured.pop()
-
     def decide(backbone: BackboneConfig = SWIN, folder: StoragePath = place, **settings: Any) -> str:
-        return extraction_precision(backbone, FeatureSection(**settings), folder, not_watched)
+        return decided_precision(backbone, FeatureSection(**settings), folder, measured.pop)
 
-    monkeypatch.setattr("ray.remote", lambda function: Task())
-    monkeypatch.setattr("ray.get", lambda result: result)
     assert decide() == "bfloat16" and not measured
     measured.append(PrecisionTimes("another", float32=0.1, bfloat16=0.5))
     assert decide() == decide(batch_size=64, num_actors=3) == "bfloat16" and len(measured) == 1, "kept"

@@ -57,7 +57,7 @@ def test_rows_of_clustformer_are_found_by_all_their_settings(tmp_path: Path) -> 
     """Sampling 1 is no row of the paper."""
     rows: list[dict[str, Any]] = [{"model.encoder_clusters": "none", "model.decoder_clusters": "none"}]
     rows += [{"model.window": 2}, {"model.sampling": 4}, {"model.sampling": 1}, {"model.sampling": 2}]
-    results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], rows=rows)
+    results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], space={"row": rows})
     ((title, _, columns, table),) = comparisons(results)
     assert "Table 1 (Ada-ClustFormer)" in title
     scores = {label: row[columns.index("CIDEr-D")] for label, row in table}
