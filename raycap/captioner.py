@@ -80,7 +80,7 @@ def load(
     model: str | Path,
     *,
     device: Literal["cpu", "cuda"] | None = None,
-    precision: Literal["auto", "float32", "bfloat16"] = "float32",
+    precision: Literal["float32", "bfloat16"] = "float32",
     storage: str | Path = "results",
     endpoint_url: str | None = None,
 ) -> Captioner:
@@ -88,9 +88,8 @@ def load(
 
     model: the folder of a bundle, which may be an s3:// prefix. champion:NAME is the best model so far of the
     configuration NAME, as `raycap retrain` keeps it. device: by default a GPU if torch sees one. precision: bfloat16
-    changes a few captions, and speeds up large models on hardware that supports it. auto measures both precisions and
-    takes the faster one. storage: the folder or s3:// prefix with the champions. endpoint_url: the address of an
-    S3-compatible server. Credentials come from the environment.
+    changes a few captions, and speeds up large models on hardware that supports it. storage: the folder or s3:// prefix
+    with the champions. endpoint_url: the address of an S3-compatible server. Credentials come from the environment.
 
     Raises UserError if `model` is not a model that captions images, or if this machine does not have the device.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ FORMAT = 2  # the version of captioner.json's format
 MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # limits for captioner.json and vocabulary.json
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
-BATCH_SIZE, MAX_BATCH, MAX_REGIONS = 16, 100_000, 100_000  # images per batch, its limit, limit of regions per image
+BATCH_SIZE, MAX_BATCH = 16, 100_000  # images per batch, and its limit
 KINDS = {"tensor(float16)": np.float16, "tensor(int64)": np.int64}  # all other types of a cache are float32
 
 
@@ -51,10 +51,7 @@ class Captioner:
                 raise CaptionerError(f"format is {content['format']!r:.80}, not {FORMAT}; export the model again")
             self.name, digests = str(content["name"]), dict(content["files"])
             self.search, self.words = Search(**content["search"]), Words(**content["tokens"], **vocabulary)
-            self.transform = None if content["image"] is None else Transform(**content["image"])
-            features = content["features"] or {}
-            self.max_regions = features.get("max_regions") or MAX_REGIONS  # None: the model has no limit
-            require_number(self.max_regions, "max_regions", 1, MAX_REGIONS)
+            self.transform = Transform(**content["image"])
         except CaptionerError as error:
             raise CaptionerError(f"{name}: {error}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -95,48 +92,21 @@ class Captioner:
         is greedy search. batch_size: number of images that are captioned at a time. Raises CaptionerError for an image
         that cannot be used, and for a number out of range.
         """
-        if self.transform is None:
-            raise CaptionerError(f"{self.name} captions the features of regions, not images; use caption_features")
         require_number(batch_size, "batch_size", 1, MAX_BATCH)
         if isinstance(images, str | bytes | Path | np.ndarray):
             raise CaptionerError(f"images has the type {type(images).__name__}; give a list of images, also for one")
-        search = self._changed_search(beam_size, max_length)
+        given = {"beam_size": beam_size, "max_length": max_length}
+        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        search = replace(self.search, **changes)
         captions, rest = list[Caption](), iter(images)
         # Only resized pixels are kept, because photographs of a whole batch may take much memory.
         while pixels := [self.transform(load_image(image)) for image in islice(rest, batch_size)]:
-            captions += self._captions({"image": np.stack(pixels)}, search)
+            captions += self._captions(np.stack(pixels), search)
         return captions
 
-    def caption_features(
-        self, inputs: Mapping[str, np.ndarray], *, beam_size: int | None = None, max_length: int | None = None
-    ) -> list[Caption]:
-        """The best caption of each image, for a model of region features.
-
-        inputs: arrays by name: "features" (B, N, C), and "lengths" (B), the number of regions of each image without
-        padding. Some models also need "boxes" (B, N, 4), the regions' corners x0 y0 x1 y1. Other arguments and errors
-        are as in `caption`.
-        """
-        expected = sorted(each.name for each in self._encoder.get_inputs())
-        if self.transform is not None or sorted(inputs) != expected:
-            raise CaptionerError(f"{self.name} captions {', '.join(expected)}; given are {', '.join(inputs)}")
-        types = dict.fromkeys(expected, np.float32) | {"lengths": np.int64}
-        arrays = {name: np.asarray(inputs[name], types[name]) for name in expected}
-        shape = arrays["features"].shape
-        if len(shape) != 3:
-            raise CaptionerError(f"features has the shape {shape}; expected (B, N, C)")
-        if shape[1] > self.max_regions:
-            raise CaptionerError(f"an image has {shape[1]} regions, more than {self.max_regions}")
-        return self._captions(arrays, self._changed_search(beam_size, max_length))
-
-    def _changed_search(self, beam_size: int | None, max_length: int | None) -> Search:
-        """The folder's search with the given values. Raises CaptionerError for values that the model cannot take."""
-        given = {"beam_size": beam_size, "max_length": max_length}
-        changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        return replace(self.search, **changes)
-
-    def _captions(self, inputs: dict[str, np.ndarray], search: Search) -> list[Caption]:
-        """The best caption of each image of a batch. inputs: the encoder's, by name."""
-        memory = dict(zip(self._memory_names, self._encoder.run(None, inputs), strict=True))
+    def _captions(self, pixels: np.ndarray, search: Search) -> list[Caption]:
+        """The best caption of each image of a batch (B, 3, H, W)."""
+        memory = dict(zip(self._memory_names, self._encoder.run(None, {"image": pixels}), strict=True))
         captions = []
         for tokens, log_prob in beam_search(self._step, memory, search, self.words):
             text = self.words.decode(tokens)

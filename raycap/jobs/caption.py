@@ -78,10 +78,6 @@ GpusPerWorker = Annotated[
 MaxWorkers = Annotated[
     int | None, typer.Option(min=1, help="Most processes on Ray. The default is as many as the cluster can hold.")
 ]
-MaxWaitMinutes = Annotated[float, typer.Option(min=0, help="How long to wait for the cluster's resources.")]
-MaxStallMinutes = Annotated[
-    float, typer.Option(min=0.01, help="How long Ray may caption nothing before the command ends.")
-]
 
 
 def caption(
@@ -97,8 +93,6 @@ def caption(
     explain: Explain = None,
     gpus_per_worker: GpusPerWorker = None,
     max_workers: MaxWorkers = None,
-    max_wait_minutes: MaxWaitMinutes = WorkersSection().max_wait_minutes,
-    max_stall_minutes: MaxStallMinutes = WorkersSection().max_stall_minutes,
     address: Address = None,
 ) -> int:
     """Caption image files.
@@ -112,8 +106,7 @@ def caption(
     names = find_images(images)
     changes = _changes(set_ or (), beam_size, max_length)
     opened = open_bundle("--model", model)
-    on_ray = (address, gpus_per_worker, max_workers, max_wait_minutes, max_stall_minutes)
-    request = Request(opened, changes, num_results, precision, explain, *on_ray)
+    request = Request(opened, changes, num_results, precision, explain, address, gpus_per_worker, max_workers)
     request.check(len(names))
     output = None if out is None else CaptionFile(storage_path(out))
     return _caption(names, request, output, json_lines=json_lines)
@@ -136,8 +129,6 @@ class Request:
     address: str | None
     gpus_per_worker: float | None
     max_workers: int | None
-    max_wait_minutes: float
-    max_stall_minutes: float
 
     @cached_property
     def settings(self) -> EvaluationSection:
@@ -266,7 +257,7 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
     """Captions the images with processes on Ray. Yields an iterator over the output rows, in the order of the images.
 
     Joins or starts Ray, and waits until Ray can place a captioning process. Raises UserError if this machine has too
-    few GPUs for a process. The context raises StalledError if no caption arrives for `max_stall_minutes`.
+    few GPUs for a process. The context raises StalledError if no caption arrives for an hour.
     """
     from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
 
@@ -277,12 +268,7 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
         source: ModelSource = SentBundle.of(opened.folder)
     else:
         source = StoredBundle(opened.location, bundle_digests(opened.folder))
-    watch = StallWatch(
-        "captioning",
-        WorkersSection(max_stall_minutes=request.max_stall_minutes),
-        limit_name="--max-stall-minutes",
-        remedy="with --out, the same command continues from what is finished",
-    )
+    watch = StallWatch("captioning", WorkersSection())
     transform, search = opened.bundle.transform, {"search": request.changes, "precision": request.precision}
     assert transform is not None
     captions = caption_stream(names, source, transform, search, request.num_results, pool)
@@ -313,8 +299,7 @@ def _start_pool(request: Request, has_joined_cluster: bool) -> CaptionPool:
         wait_for(
             pool.bundles,
             "captioning",
-            limit_s=60 * request.max_wait_minutes,
-            limit_name="--max-wait-minutes",
+            limit_s=60 * WorkersSection().max_wait_minutes,
             remedy="lower --gpus-per-worker, or join a cluster with larger nodes or more of them",
         )
     elif pool.gpus > num_gpus:

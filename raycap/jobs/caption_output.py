@@ -10,7 +10,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from raycap.pipeline.storage.untrusted.documents import parse_json
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part is written after this many lines, or after this many seconds
 _PART = re.compile(r"part-(\d+)\.jsonl")
-NUM_READERS = 8  # parts on S3 that are read at a time
 
 Row = Mapping[str, Any]
 Write = Callable[[Row], None]
@@ -43,15 +41,14 @@ class CaptionFile:
         file. Raises UserError if a line is not one of this command or has another signature.
         """
         done: dict[str, bool] = {}
-        files = _files(self.place)
-        with ThreadPoolExecutor(NUM_READERS) as pool:
-            for file, data in zip(files, pool.map(StoragePath.read_bytes, files), strict=True):
-                complete = data[: data.rfind(b"\n") + 1]  # without the half line of a killed command
-                for number, line in enumerate(complete.splitlines(), 1):
-                    image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
-                    done[image] = has_caption
-                if complete != data and not file.is_remote:
-                    write_bytes(file.path, complete)
+        for file in _files(self.place):
+            data = file.read_bytes()
+            complete = data[: data.rfind(b"\n") + 1]  # without the half line of a killed command
+            for number, line in enumerate(complete.splitlines(), 1):
+                image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
+                done[image] = has_caption
+            if complete != data and not file.is_remote:
+                write_bytes(file.path, complete)
         return done
 
     @contextmanager

@@ -78,7 +78,7 @@ COMMANDS = {
     "soup": Entry("raycap.jobs.soup:soup", "Join models by the weighted sum of their weights."),
     "reproduce": Entry("raycap.jobs.reproduce:reproduce", "Compare published checkpoints with their papers' scores."),
     "runs": Entry("raycap.jobs.runs:runs", "List what a storage contains, and remove what is not needed."),
-    "sync": Entry("raycap.jobs.sync:sync", "Send the tracker what it missed while it was down."),
+    "sync": Entry("raycap.jobs.sync:sync", "Send the tracker what it missed while it was down.", can_submit=True),
     "submit": Entry("raycap.jobs.submit:command", "Run a command as a job on a Ray cluster.", passes_options_on=True),
     "doctor": Entry("raycap.jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
 }

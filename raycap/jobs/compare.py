@@ -1,4 +1,4 @@
-"""`raycap compare`: compares models on one split, by scores with intervals, costs, and captions that differ most."""
+"""`raycap compare`: compares models on one split, by scores, costs, and captions that differ most."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raycap.jobs.evaluate import EvaluatedModel, Evaluator, exit_code, find_bundles, find_images, find_options
+from raycap.jobs.evaluate import Evaluator, exit_code, find_bundles, find_images, find_options
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
@@ -23,33 +24,34 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare, paired_difference
+from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare
 from raycap.pipeline.evaluation.evaluate import common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
 from raycap.pipeline.evaluation.reports.tables import Rows, Table, format_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores
-from raycap.pipeline.evaluation.scores.metrics import COMPARED_BY_IMAGE
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 logger = logging.getLogger(__name__)
 
-Intervals = dict[str, dict[str, Difference]]  # by model and metric
+Differences = dict[str, dict[str, Difference]]  # by system and metric
 MAX_PICTURES = 60  # on the page
-INTERVAL_NOTE = "95 % bootstrap intervals over the images"
 COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
-METEOR_NOTE = "METEOR of a split is no mean over its images, so that the score above differs."
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of several models on one split, by the model's name. All others are compared with the first model."""
+    """The results of several models on one split, by the model's name.
 
-    models: Mapping[str, EvaluatedModel]
+    A system is one model, or several that differ only in their seed. Its name is the names of its models. baseline: the
+    first system, with which the others are compared.
+    """
+
+    models: Mapping[str, Scores]
     results: Mapping[str, SplitScores]  # here, `split` is the model's name, so that tables show it
-    intervals: Intervals
-    differences: Intervals  # of each other model from the first one
+    baseline: str
+    differences: Differences  # of each other system from the baseline
     costs: Mapping[str, Mapping[str, float]]
 
     @property
@@ -60,11 +62,13 @@ class Comparison:
     @property
     def bundles(self) -> dict[str, str]:
         """The bundles of each model, by the model's name."""
-        return {name: model.name for name, model in self.models.items()}
+        return {name: str(model.bundles[0]) for name, model in self.models.items()}
 
 
 def compare_models(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Model bundles.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="A model bundle, or several seeds of one system with commas.")
+    ],
     config: Annotated[Path, typer.Option(help="The YAML file that names the images.", callback=named_config)],
     set_: Set = None,
     split: Annotated[str | None, typer.Option(help="The default is the first of data.test_splits.")] = None,
@@ -73,9 +77,9 @@ def compare_models(
 ) -> int:
     """Score several models on a split, side by side.
 
-    Each model captions and is scored as by `raycap evaluate`. The page compare.html has all scores with intervals, the
-    differences from the first model, the costs, and the pictures whose captions differ most in CIDEr-D. The exit code
-    is 1 when an image cannot be read.
+    Each model captions and is scored as by `raycap evaluate`. The page compare.html has all scores, the differences
+    from the first model with intervals, the costs, and the pictures whose captions differ most in CIDEr-D. With two
+    seeds of each system, give A,B C,D. The exit code is 1 when an image cannot be read.
 
     Example: raycap compare models/one models/two --config demo
     """
@@ -86,21 +90,22 @@ def compare_models(
         check_output_place("-o", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)
     options = find_options(run_config)
-    bundles = find_bundles("MODEL", models, run_config)
+    systems = [find_bundles("MODEL", model.split(","), run_config) for model in models]
+    bundles = [bundle for system in systems for bundle in system]
     split = split or run_config.data.test_splits[0]
-    images, training = find_images(run_config, [split])
+    images = find_images(run_config, [split])
     if not any(images[split].references().values()):
         raise UserError(f"--split {split} has no reference captions; name a split with references")
     settings = common_settings(run_config, bundles)
-    name = group_id(run_config.name, [*map(str, bundles), split])
+    name = group_id(run_config.name, [*models, split])
     folder = ResultsFolder.of(run_config, "", out or str(run_config.storage_place / f"comparisons/{name}"))
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
+    evaluator = Evaluator(settings, images, options, address)
     evaluator.check([[bundle] for bundle in bundles])
     with folder.writing():
         labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
-        found = evaluator.evaluate_each(labels, folder)
-        write_comparison(folder.place, found, split, images[split], settings)
-    return exit_code([model.scores for model in found])
+        found = [*evaluator.evaluate_each(labels, folder).values()]
+        write_comparison(folder.place, found, [*map(len, systems)], images[split], settings)
+    return exit_code(found)
 
 
 def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage]) -> list[ReportImage]:
@@ -124,23 +129,16 @@ def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage])
     return [image for _, image in pictures[:MAX_PICTURES]]
 
 
-def _intervals(result: SplitScores) -> dict[str, Difference]:
-    """{metric: mean with its interval}, computed as a difference from 0, for metrics that are means over images."""
-    intervals = {}
-    for metric, score in (result.scores.by_name if result.scores else {}).items():
-        if metric in COMPARED_BY_IMAGE and score.per_image:
-            intervals[metric] = paired_difference([score.per_image], [[0.0] * len(score.per_image)])
-    return intervals
-
-
 def write_comparison(
-    place: StoragePath, models: Sequence[EvaluatedModel], split: str, images: Dataset, settings: RunConfig
+    place: StoragePath, models: Sequence[Scores], counts: Sequence[int], images: Dataset, settings: RunConfig
 ) -> None:
     """Logs the comparison, and writes compare.json and the page compare.html to a folder.
 
-    An error of the page is only logged. models: with their results on the split. The first model is the baseline.
+    An error of the page is only logged. models: with their results on the only split. counts: the number of models of
+    each system.
     """
-    compared = _compared(models, split)
+    split = models[0].splits[0].split
+    compared = _compared(models, counts, split)
     scores = score_table([*compared.results.values()])
     logger.info(f"\n{format_table(*scores)}\n\n{format_table(*_cost_table(compared.costs))}\n")
     content = _content(compared, split)
@@ -154,24 +152,25 @@ def write_comparison(
     logger.info(f"comparison   {place / 'compare.html'}")
 
 
-def _compared(models: Sequence[EvaluatedModel], split: str) -> Comparison:
-    """Compares the models with the first one, and logs the differences.
+def _compared(models: Sequence[Scores], counts: Sequence[int], split: str) -> Comparison:
+    """Compares the systems with the first one, and logs the differences. counts: as for `write_comparison`.
 
     A model has the name of its bundle, followed by the model's number if several bundles have one name.
     """
-    names = [model.scores.bundles[0].name for model in models]
+    names = [model.bundles[0].name for model in models]
     by_name = {}
     for number, (name, model) in enumerate(zip(names, models, strict=True), 1):
         by_name[name if names.count(name) == 1 else f"{name} ({number})"] = model
-    results = {name: replace(model.scores[split], split=name) for name, model in by_name.items()}
-    first, *others = results
-    differences = Intervals()
-    for name in others:
-        logger.info(f"\n{name} (this) and {first} (other)")
-        differences[name] = compare([results[name]], [results[first]])
-    intervals = {name: _intervals(result) for name, result in results.items()}
-    costs = {name: _costs(model.scores) for name, model in by_name.items()}
-    return Comparison(by_name, results, intervals, differences, costs)
+    results = {name: replace(model[split], split=name) for name, model in by_name.items()}
+    remaining = iter(results.items())
+    systems = [dict(islice(remaining, count)) for count in counts]
+    baseline, *others = (", ".join(system) for system in systems)
+    differences = Differences()
+    for name, system in zip(others, systems[1:], strict=True):
+        logger.info(f"\n{name} (this) and {baseline} (other)")
+        differences[name] = compare([*system.values()], [*systems[0].values()])
+    costs = {name: _costs(model) for name, model in by_name.items()}
+    return Comparison(by_name, results, baseline, differences, costs)
 
 
 def _costs(scores: Scores) -> dict[str, float]:
@@ -199,12 +198,8 @@ def _content(compared: Comparison, split: str) -> Values:
     return {
         "models": compared.bundles,
         "split": split,
-        "signature": compared.models[compared.first].scores.protocol.signature,
+        "signature": compared.models[compared.first].protocol.signature,
         "scores": {name: result.values for name, result in compared.results.items()},
-        "intervals": {
-            name: {metric: [each.low, each.high] for metric, each in by_metric.items()}
-            for name, by_metric in compared.intervals.items()
-        },
         "differences": {
             name: {metric: asdict(each) for metric, each in by_metric.items()}
             for name, by_metric in compared.differences.items()
@@ -215,11 +210,8 @@ def _content(compared: Comparison, split: str) -> Values:
 
 def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Report:
     """The page compare.html. pictures: from `_pictures`."""
-    first, scores = compared.first, compared.models[compared.first].scores
+    first, scores = compared.first, compared.models[compared.first]
     columns, rows = score_table([*compared.results.values()])
-    note = f"Means over the images with {INTERVAL_NOTE}."
-    if any("METEOR" in by_metric for by_metric in compared.intervals.values()):
-        note += f" {METEOR_NOTE}"
     chosen = f"{len(pictures)} of {len(compared.results[first].captions)} images"
     return Report(
         title=f"{len(compared.models)} models on {split}",
@@ -232,8 +224,7 @@ def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Repo
         metadata=compared.bundles,
         language=scores.language,
         tables=[
-            _table("Intervals", note, compared.intervals, "{0.mean:.4f} [{0.low:.4f}, {0.high:.4f}]"),
-            _table("Differences", f"Each model minus {first}, with {INTERVAL_NOTE}.", compared.differences, "{0}"),
+            _difference_table(compared),
             Table("Cost", COST_NOTE, *_cost_table(compared.costs)),
         ],
         gallery_note=f"The {chosen} on which CIDEr-D differs most between the models. The large caption and its "
@@ -250,10 +241,11 @@ def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Ro
     return ["parameters", "multiply-accumulates per image", "s per image"], rows
 
 
-def _table(title: str, note: str, values: Intervals, form: str) -> Table:
-    """A table with a row per model and a column per metric. form: the format string of a cell."""
-    columns = list(dict.fromkeys(metric for by_metric in values.values() for metric in by_metric))
+def _difference_table(compared: Comparison) -> Table:
+    """The table of differences, with a row per system and a column per metric."""
+    columns = list(dict.fromkeys(metric for by_metric in compared.differences.values() for metric in by_metric))
     rows = Rows()
-    for name, by_metric in values.items():
-        rows.append((name, [form.format(by_metric[column]) if column in by_metric else "" for column in columns]))
-    return Table(title, note, columns, rows)
+    for name, by_metric in compared.differences.items():
+        rows.append((name, [str(by_metric.get(column, "")) for column in columns]))
+    note = f"Each system minus {compared.baseline}, with 95 % bootstrap intervals over the images, and over the seeds"
+    return Table("Differences", f"{note} if a system has several.", columns, rows)

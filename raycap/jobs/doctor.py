@@ -1,13 +1,12 @@
 """`raycap doctor`: checks what this machine or a cluster can run, and gives a remedy for each problem.
 
-On a cluster, a task of Ray checks each node. If the address is a dashboard's, the command runs there as a job.
+On a cluster, a task of Ray checks each node.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import logging
 import os
 import platform
 import shutil
@@ -24,8 +23,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raycap.jobs.options import Set
-from raycap.jobs.submit import submit, used_variables
+from raycap.jobs.options import Address, Set
 from raycap.models.config import Values
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, asks_for, cluster_status
 from raycap.pipeline.cluster.start import cluster_address, connect, stage_resources
@@ -35,7 +33,6 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.formats.source import find_files
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.java import java_version, spice_models
-from raycap.pipeline.runtime.log import configure_logging, unchanged_level
 from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -91,25 +88,16 @@ def doctor(
         ),
     ] = Path("demo"),
     set_: Set = None,
-    address: Annotated[
-        str | None, typer.Option(help="A cluster's dashboard (http://head:8265), or what `run --address` takes.")
-    ] = None,
+    address: Address = None,
 ) -> int:
     """Check what this machine or a cluster can run.
 
     Each line names a capability and, where it is missing, the remedy. The exit code is 1 when CONFIG cannot run. With
-    an address, every node of the cluster is asked; with a dashboard's, a job there asks them.
+    an address, every node of the cluster is asked. `raycap submit doctor` asks them from outside the cluster.
 
     Example: raycap doctor demo
     """
     address = cluster_address(address)
-    if address is not None and address.startswith(("http://", "https://")):
-        # The command runs on the cluster as a job, whose output is printed here.
-        changes = [word for override in set_ or () for word in ("--set", override)]
-        with unchanged_level():
-            configure_logging(logging.WARNING)
-            arguments = [str(config), *changes]
-            return submit("doctor", arguments, address, environment={}, secrets=used_variables(config))
     run, requests = _read(config, set_ or ())
     failed = list[str]()
     for finding in _examine(run, requests, address):
@@ -126,7 +114,7 @@ def doctor(
 def _read(path: Path, overrides: Sequence[str]) -> tuple[RunConfig, Requests]:
     """The run that a YAML file describes, and the resources of each stage. The run of a search is that of its base."""
     values = read_values(path, overrides)
-    if "space" in values or "rows" in values:  # only the file of a search has these keys
+    if "space" in values:  # only the file of a search has this key
         search = load_search(path, overrides)
         trial = [search.bundle] * search.config.resources.workers
         return search.base, {"features": stage_resources(search.base, "features"), "a trial": trial}
@@ -142,7 +130,7 @@ def _examine(config: RunConfig, requests: Requests, address: str | None) -> Iter
     try:
         connect(address)
     except Exception as error:  # any type, because Ray raises various ones
-        remedy = "give the address of a Ray head that this machine reaches, or of its dashboard (http://head:8265)"
+        remedy = "give the address of a Ray head that this machine reaches, or use `raycap submit doctor`"
         yield Finding("cluster", "fail", f"{address} cannot be joined: {one_line(error)}", remedy)
     else:
         yield from check_nodes(config, requests)

@@ -21,8 +21,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare
-from raycap.pipeline.evaluation.comparison.protocol import common_protocol, differences
+from raycap.pipeline.evaluation.comparison.protocol import common_protocol
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
@@ -37,8 +36,6 @@ from raycap.pipeline.storage.path import StoragePath, join, storage_path
 
 logger = logging.getLogger(__name__)
 
-Differences = dict[str, dict[str, Difference]]  # by split and metric
-
 # Options of the command
 Splits = Annotated[list[str] | None, typer.Option("--split", help="A split, or all. The default is data.test_splits.")]
 Models = Annotated[
@@ -48,10 +45,6 @@ Models = Annotated[
 Data = Annotated[
     Path | None,
     typer.Option(help="Other images: a YAML file with data, and maybe features and evaluation.", callback=named_data),
-]
-Compared = Annotated[
-    list[str] | None,
-    typer.Option("--compare", help="A bundle of another system to compare with; several are its seeds."),
 ]
 
 
@@ -64,7 +57,6 @@ def evaluate(
     ensemble: Annotated[bool, typer.Option("--ensemble", help="Score the ensemble of all seeds' models.")] = False,
     stage: Annotated[str | None, typer.Option(help="The run's model as it was after this stage.")] = None,
     data: Data = None,
-    compared: Compared = None,
     constraints: Annotated[Path | None, typer.Option(help="Words that each image's caption must contain.")] = None,
     out: Annotated[str | None, typer.Option(help="The output folder, also on S3.")] = None,
     address: Address = None,
@@ -87,10 +79,9 @@ def evaluate(
     check_resources(run_config, address)
     options = find_options(data_config, constraints)
     named = find_bundles("--model", models or (), data_config)
-    others = find_bundles("--compare", compared or (), data_config)
     if not named:
         _require_run(run_config, stage)
-    images, training = find_images(data_config, splits or data_config.data.test_splits)
+    images = find_images(data_config, splits or data_config.data.test_splits)
     if named:
         by_label, evaluated_config = {f"model {number}": bundle for number, bundle in enumerate(named, 1)}, data_config
     else:
@@ -101,14 +92,16 @@ def evaluate(
         systems = {label: [bundle] for label, bundle in by_label.items()}
     else:
         systems = {f"ensemble of {len(bundles)}": bundles}
-    title, name = _title_and_name(run_config, bundles, others, one_by_one=one_by_one)
+    title, name = _title_and_name(run_config, bundles, one_by_one=one_by_one)
     folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
-    settings = common_settings(evaluated_config, bundles, others)
-    evaluator = Evaluator(settings, images, replace(options, training=training), address)
-    evaluator.check([*systems.values(), *([other] for other in others)])
+    settings = common_settings(evaluated_config, bundles)
+    evaluator = Evaluator(settings, images, options, address)
+    evaluator.check([*systems.values()])
     with folder.writing():
-        if one_by_one or others:
-            return evaluator.compare_systems(systems, others, folder)
+        if one_by_one:
+            found = evaluator.evaluate_each(systems, folder)
+            summarize_seeds(folder.place, found)
+            return exit_code([*found.values()])
         scores = evaluator.evaluate(bundles, folder)
         write_results(folder, scores, settings, label=title)
         return exit_code([scores])
@@ -141,19 +134,6 @@ def find_options(config: RunConfig, constraints: Path | None = None) -> Options:
 
 
 @dataclass(frozen=True)
-class EvaluatedModel:
-    """A model, or an ensemble, with its scores. label: such as "seed 0"."""
-
-    label: str
-    scores: Scores
-
-    @property
-    def name(self) -> str:
-        """The bundles, joined by " + "."""
-        return " + ".join(map(str, self.scores.bundles))
-
-
-@dataclass(frozen=True)
 class Evaluator:
     """Evaluates several models on the same images. settings: `common_settings` of all of them."""
 
@@ -176,90 +156,39 @@ class Evaluator:
         options = replace(self.options, keep=folder.write_captions)
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
-    def evaluate_each(
-        self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder, *, may_store: bool = True
-    ) -> list[EvaluatedModel]:
-        """Evaluates each model, and writes its results to the subfolder of `folder` with the model's label.
-
-        may_store: True if bundles get the confidence that was fitted.
-        """
-        found = []
+    def evaluate_each(self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder) -> dict[str, Scores]:
+        """Evaluates each model, and writes its results to the subfolder of `folder` with the model's label."""
+        found = {}
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
             part = folder.part(label.replace(" ", "-"))
-            scores = self.evaluate(bundles, part)
+            found[label] = self.evaluate(bundles, part)
             title = "+".join(bundle.name for bundle in bundles)
-            write_results(part, scores, self.settings, label=title, may_store=may_store)
-            found.append(EvaluatedModel(label, scores))
+            write_results(part, found[label], self.settings, label=title)
         return found
 
-    def compare_systems(
-        self, systems: Mapping[str, Sequence[StoragePath]], others: Sequence[StoragePath], folder: ResultsFolder
-    ) -> int:
-        """Evaluates models one by one, then those of another system, and summarizes both. Returns the exit code."""
-        ours = self.evaluate_each(systems, folder)
-        compared = {f"other {number}": [bundle] for number, bundle in enumerate(others, 1)}
-        theirs = self.evaluate_each(compared, folder, may_store=False)  # other people's bundles stay unchanged
-        summarize_systems(folder.place, ours, theirs)
-        return exit_code([each.scores for each in (*ours, *theirs)])
 
+def summarize_seeds(place: StoragePath, models: Mapping[str, Scores]) -> None:
+    """Prints and writes the mean scores of one model per seed, with their spread. models: by label.
 
-def summarize_systems(place: StoragePath, ours: Sequence[EvaluatedModel], others: Sequence[EvaluatedModel]) -> None:
-    """Prints and writes the mean scores of a system with their spread, and its differences from another system.
-
-    ours, others: one model per seed. `others` may be (). Splits without references are left out.
+    Splits without references are left out.
     """
-    scores, protocol = _seed_scores(ours), common_protocol([model.scores.protocol for model in ours])
-    columns, sides = scores.columns, {"": scores}
-    content = {"models": _names(ours), "protocol": asdict(protocol), "signature": protocol.signature}
-    content["splits"] = scores.to_json()
-    metadata = {"models": ", ".join(_names(ours).values())}
-    gaps: Differences = {}
-    if others:
-        sides["other: "] = _seed_scores(others)
-        metadata["compared with"] = ", ".join(_names(others).values())
-        for theirs, our in differences(common_protocol([model.scores.protocol for model in others]), protocol):
-            logger.info(f"protocol  other: {theirs}, this: {our}")
-    rows = Rows()
+    protocol = common_protocol([each.protocol for each in models.values()])
+    names = {label: str(each.bundles[0]) for label, each in models.items()}
+    scores = SeedScores.of(
+        {label: {part.split: part.to_json() for part in each.splits} for label, each in models.items()}
+    )
+    content = {"models": names, "protocol": asdict(protocol), "signature": protocol.signature}
+    columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
-        for prefix, side in sides.items():
-            rows += side.rows(split, columns, prefix)
+        own = scores.rows(split, columns)
+        rows += own
+        page_rows += own + scores.rows_of_models(split, columns)
     if rows:
         logger.info(f"\n{format_table(columns, rows)}\n")
-    if others:
-        splits = sides["other: "].to_json()
-        for split in scores.splits:
-            logger.info(split)
-            gaps[split] = compare([model.scores[split] for model in ours], [model.scores[split] for model in others])
-            splits[split]["differences"] = {metric: asdict(gap) for metric, gap in gaps[split].items()}
-        content["compared"] = {"models": _names(others), "splits": splits}
-    write_summary(place, content, columns, _page_rows(sides, gaps), metadata)
+    content["splits"] = scores.to_json()
+    write_summary(place, content, columns, page_rows, {"models": ", ".join(names.values())})
     logger.info(f"seeds        {place}")
-
-
-def _names(models: Sequence[EvaluatedModel]) -> dict[str, str]:
-    """The names of models by their labels."""
-    return {model.label: model.name for model in models}
-
-
-def _page_rows(sides: Mapping[str, SeedScores], gaps: Differences) -> Rows:
-    """The rows of the page: for each split, the scores of both systems and of their models, and last the differences.
-
-    sides: the scores of this system and of the other one, if there is one, by the prefix of their rows.
-    """
-    columns, rows = sides[""].columns, Rows()
-    for split in sides[""].splits:
-        for prefix, side in sides.items():
-            rows += side.rows(split, columns, prefix) + side.rows_of_models(split, columns)
-    for split, by_metric in gaps.items():
-        rows.append((f"{split}, difference", [str(by_metric.get(column, "")) for column in columns]))
-    return rows
-
-
-def _seed_scores(models: Sequence[EvaluatedModel]) -> SeedScores:
-    return SeedScores.of(
-        {model.label: {each.split: each.to_json() for each in model.scores.splits} for model in models}
-    )
 
 
 def exit_code(every: Sequence[Scores]) -> int:
@@ -284,22 +213,17 @@ def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[
     return found
 
 
-def find_images(config: RunConfig, splits: Sequence[str]) -> tuple[dict[str, Dataset], Dataset]:
-    """The images of each split, also those without references, and the training images.
-
-    Raises UserError if the annotations cannot be read.
-    """
+def find_images(config: RunConfig, splits: Sequence[str]) -> dict[str, Dataset]:
+    """The images of each split, also those without references. Raises UserError if annotations cannot be read."""
     dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
-    return images_by_split(dataset, splits), dataset.split(*config.data.train_splits)
+    return images_by_split(dataset, splits)
 
 
-def _title_and_name(
-    config: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath], *, one_by_one: bool
-) -> tuple[str, str]:
+def _title_and_name(config: RunConfig, bundles: Sequence[StoragePath], *, one_by_one: bool) -> tuple[str, str]:
     """The title of the evaluated models' report, and the name of the folder of their results.
 
     The folder's name ends with a hash of the bundles outside of the storage, because such bundles can have equal names.
-    compared: the bundles of another system. one_by_one: False if the bundles form an ensemble.
+    one_by_one: False if the bundles form an ensemble.
     """
     names = [bundle.name for bundle in bundles]
     title = "+".join(names)
@@ -307,8 +231,6 @@ def _title_and_name(
         title = group_id(f"{config.name}-{len(names)}-seeds", names)
     elif len(title) > 120:  # a folder's name must be short
         title = group_id(f"{config.name}-{len(names)}-ensemble", names)
-    if compared:
-        title = group_id(f"{title}-compared", [str(bundle) for bundle in compared])
     storage = join(config.storage_place.uri, "")
     outside = [str(bundle) for bundle in bundles if not str(bundle).startswith(storage)]
     return title, group_id(title, outside) if outside else title

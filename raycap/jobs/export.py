@@ -12,7 +12,6 @@ import typer
 from raycap.jobs.named_files import check_output_folder, open_bundle
 from raycap.pipeline.errors import UserError
 
-OPSETS = range(18, 24)  # versions that both PyTorch's exporter and onnxruntime support
 REMEDY = "install raycap with the extra `export`, as docs/python.md describes"
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,6 @@ def export(
     precision: Annotated[
         Literal["float32", "float16"], typer.Option(metavar="PRECISION", help="float32, or float16 for a GPU.")
     ] = "float32",
-    opset: Annotated[int, typer.Option(min=OPSETS[0], max=OPSETS[-1], help="The version of ONNX's operators.")] = 20,
 ) -> None:
     """Write a captioner as ONNX graphs that run without raycap.
 
@@ -44,6 +42,6 @@ def export(
     logger.info(f"exporting {model} in {precision}")
     if bundle.search.decoding.sampling or bundle.search.decoding.beam_groups > 1:
         logger.warning("the model's search draws captions or has groups of beams, which raycap_onnx refuses")
-    difference = export_captioner(bundle, out, precision=precision, opset=opset)
+    difference = export_captioner(bundle, out, precision=precision)
     print(f"the graphs differ from the model by up to {difference:.1e}")
     print(f"The captioner: {out}")

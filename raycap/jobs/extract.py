@@ -22,7 +22,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import read_data, snapshot_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.features.extraction import extract_features, hash_and_extract, with_views
+from raycap.pipeline.features.extraction import extract_features, with_views
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
 from raycap.pipeline.storage.atomic import atomic_path
@@ -53,8 +53,7 @@ def extract(
     start = partial(start_extraction, run_config, address)
     with TemporaryDirectory(prefix="raycap-") as scratch:
         weights = initial_weights(run_config, Path(scratch)) if run_config.has_backbone else None
-        hash_files = None if weights is None else hash_and_extract(run_config, lambda: weights, start)
-        dataset, unreadable = snapshot_of(dataset, run_config, hash_files)
+        dataset, unreadable = snapshot_of(dataset, run_config)
         if unreadable and not len(dataset.readable()):  # if all files fail, the path is probably wrong
             uri, reason = next(iter(unreadable.items()))
             raise UserError(f"none of the {len(dataset)} images can be read; check data.images: {uri}: {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +40,9 @@ def check_output_folder(option: str, path: Path) -> None:
     try:
         existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         is_folder = existing.is_dir()
-    except OSError as error:  # the name is too long, or this user may not enter a folder
+        if is_folder:
+            os.scandir(existing).close()
+    except OSError as error:  # the name is too long, or this user may not enter or list a folder
         raise UserError(f"{option} {shown(path)}: {error.strerror}; give another folder") from error
     if not is_folder:
         raise UserError(f"{option} {path}: {existing} is a file; give a folder")

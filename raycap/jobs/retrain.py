@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +19,7 @@ from raycap.pipeline.evaluation.captioning.bundle import StoredBundle
 from raycap.pipeline.evaluation.comparison.protocol import SEARCH_KEYS
 from raycap.pipeline.evaluation.evaluate import Options, evaluate
 from raycap.pipeline.evaluation.results import SplitScores
-from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, rollback
+from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, rollback
 from raycap.pipeline.retrain.retraining import retrain as retrain_once
 from raycap.pipeline.runs.delivery import local_bundle
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
@@ -32,11 +33,10 @@ class RayWork:
 
     address: str | None
 
-    def train(self, config: RunConfig, data: FoundData) -> Trained:
+    def train(self, config: RunConfig, data: FoundData) -> Path:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
         with indented():
-            folder = run(config, self.address, data)
-        return Trained(folder.run_id, local_bundle(folder))
+            return local_bundle(run(config, self.address, data))
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""

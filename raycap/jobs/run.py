@@ -10,9 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from raycap.jobs.extract import initial_weights
 from raycap.jobs.journal_printer import JournalPrinter, format_duration
 from raycap.jobs.options import Address, Config, Seeds, Set
 from raycap.jobs.seeds import seed_configs, summarize_runs
@@ -34,8 +32,8 @@ from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import Scores, write_captions
 from raycap.pipeline.evaluation.scores.metrics import why_unavailable
-from raycap.pipeline.features.extraction import describe_features, extract_features, hash_and_extract
-from raycap.pipeline.features.precision import extraction_precision, with_search_precision
+from raycap.pipeline.features.extraction import describe_features, extract_features
+from raycap.pipeline.features.precision import extraction_precision
 from raycap.pipeline.runs.delivery import (
     bundle_place,
     bundle_run,
@@ -58,19 +56,17 @@ from raycap.pipeline.tracking.run_tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKPOINTS = 2  # how many checkpoints of a stage are on the disk at the same time
-
 
 def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """Checks, extracts features, trains every stage, evaluates, reports and registers. Returns the run's folder.
 
-    data: the result of `find_run_data`, for a command that makes several runs on the same data. If it is None, the
+    data: the result of `find_data`, for a command that makes several runs on the same data. If it is None, the
     data are read.
 
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
-    folder = prepare(config, data or find_run_data(config, address))
+    folder = prepare(config, data)
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -113,21 +109,6 @@ def _show_complete(folder: RunFolder, summary: Values) -> None:
     logger.info(summary["table"])
 
 
-def find_run_data(config: RunConfig, address: str | None) -> tuple[Dataset, dict[str, str]]:
-    """The result of `find_data`, which has to read new images.
-
-    If the first stage needs stored features, the extraction on Ray reads the new images. Otherwise threads of this
-    process read them.
-    """
-    needs_features = not config.stages[0].train_backbone and config.features.store != "never"
-    can_extract = config.has_backbone and config.init_from is None and not config.features.views
-    if not (needs_features and can_extract):
-        return find_data(config)
-    with TemporaryDirectory(prefix="raycap-") as scratch:
-        weights, start = partial(initial_weights, config, Path(scratch)), partial(start_extraction, config, address)
-        return find_data(config, hash_and_extract(config, weights, start))
-
-
 @contextmanager
 def run_log(folder: RunFolder) -> Iterator[None]:
     """Writes log/run.log during the context. At the end of a run on S3, uploads the file if S3 can be reached."""
@@ -142,15 +123,6 @@ def run_log(folder: RunFolder) -> Iterator[None]:
         if can_upload:
             with suppress(OSError):  # a failed upload does not matter, because the log is also on this machine
                 folder.push("log/run.log")
-
-
-def train(config: RunConfig, address: str | None = None) -> RunFolder:
-    """Trains all stages of a run, without evaluation and registration. A later `run` continues from there."""
-    folder = prepare(config, find_run_data(config, address))
-    if not all(folder.result(stage.name) for stage in config.stages):
-        with alone(folder.path):
-            RunDriver(folder, address).train()
-    return folder
 
 
 @contextmanager
@@ -192,23 +164,19 @@ class RunDriver:
         """The configuration of this attempt, with the decisions that have replaced `auto` so far."""
         return self.folder.config
 
-    def _decide_precisions(self) -> None:
-        """Decides the precisions that are `auto`. Without a decision in the storage, workers measure the precisions."""
+    def _decide_precision(self) -> None:
+        """Decides `features.compute_dtype` if it is `auto`. Without a decision in the storage, an actor measures it."""
         config = self.config
         if config.has_backbone and config.features.compute_dtype == "auto":
             backbone = replace(config.backbone, weights="none")  # the weights do not decide which precision is faster
             start = partial(start_extraction, config, self.address)
             precision = extraction_precision(backbone, config.features, config.storage_place / "precision", start)
-            features = config.features.model_copy(update={"compute_dtype": precision})
-            config = config.model_copy(update={"features": features})
-        config = with_search_precision(config, self.address)
-        self.folder = self.tracker.folder = replace(self.folder, config=config)
+            self.folder = self.tracker.folder = replace(self.folder, config=config.with_compute_dtype(precision))
 
     def train(self) -> None:
         """Runs the stages that are not finished."""
-        self._decide_precisions()
+        self._decide_precision()
         self._log_plan()
-        self._check_disk()
         is_resumed = any(self.folder.path.glob("stages/*/step-*"))
         if self.config.workers.dry_run and self._pending and not is_resumed:
             self._dry_run()
@@ -222,7 +190,7 @@ class RunDriver:
 
         Captions of an earlier attempt are used again if they are those of the same bundle.
         """
-        self._decide_precisions()
+        self._decide_precision()
         self.folder.write_config()
         folder, decorations = self.folder, Decorations()
         with self._timed("evaluation"):
@@ -248,7 +216,6 @@ class RunDriver:
         images = {split: folder.dataset.split(split) for split in dict.fromkeys((*data.test_splits, data.val_split))}
         digests = bundle_digests(local_bundle(folder), CONTENT_FILES)
         options = Options(
-            training=folder.dataset.split(*data.train_splits),
             constraints=None if file is None else Path(file),
             unconstrained=(data.val_split,),  # as during training, to be comparable
             captions=stored_captions(folder, images, digests),
@@ -311,27 +278,6 @@ class RunDriver:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
                 seconds, memory = f"{result.seconds:.1f} s", f"{result.memory_mb:.0f} MiB"
                 logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
-
-    def _check_disk(self) -> None:
-        """Raises UserError if the disk has no room for one store of features and the checkpoints of a stage."""
-        config, metadata, pending = self.config, self.folder.metadata, self._pending
-        num_rows = 0
-        has_frozen_stage = not all(stage.train_backbone for stage in pending)
-        if has_frozen_stage and not self.folder.home:  # stores on S3 need no disk
-            num_rows = len(self.folder.dataset.split(config.data.val_split))
-            if config.features.store == "always":
-                num_rows += len(self.folder.dataset.split(*config.data.train_splits)) * max(1, config.features.views)
-        bytes_per_value = 2 if config.features.stored_dtype == "float16" else 4
-        features = num_rows * metadata.num_tokens * metadata.sizes.feature_width * bytes_per_value
-        copies = 3 + any(stage.ema is not None for stage in pending)  # weights, 2 moments, average
-        weights = 4 * NUM_CHECKPOINTS * copies * sum(metadata.parameters.values())  # 4 bytes per float32
-        free = shutil.disk_usage(self.folder.path).free
-        if features + weights > free:
-            raise UserError(
-                f"{self.folder.path} has {free / 2**30:.1f} GiB free, and features "
-                f"({features / 2**30:.1f} GiB) and checkpoints ({weights / 2**30:.1f} GiB) need more; "
-                f"free some or set another {'RAYCAP_CACHE' if self.folder.home else 'storage'}"
-            )
 
     @property
     def _pending(self) -> list[StageSection]:
@@ -413,7 +359,7 @@ class RunDriver:
         if config.tracking.enabled and registered:
             tracking = f"{public_uri(config)}, model {registered}"
         elif config.tracking.enabled:
-            tracking = f"{public_uri(config)} did not take everything; {self.tracker.remedy} sends the rest"
+            tracking = f"{public_uri(config)} did not take everything; `raycap sync CONFIG` sends the rest"
         report_place = folder.root / "report.html" if (folder.path / "report.html").is_file() else "not made"
         # Validations during training use the vocabulary's tokens. These scores use the metrics' words, to be comparable
         # with the table.
@@ -446,7 +392,7 @@ def run_seeds(config: RunConfig, count: int, address: str | None) -> None:
 
     Runs that are complete are not repeated.
     """
-    configs, data = seed_configs(config, count), find_run_data(config, address)
+    configs, data = seed_configs(config, count), find_data(config)
     folders = []
     for number, each in enumerate(configs, 1):
         logger.info(f"seed {each.seed}    run {number} of {count}")

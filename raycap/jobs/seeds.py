@@ -20,10 +20,7 @@ from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.reports.report import published_table, write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.runs.folder import RunFolder
-from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.atomic import read_json
-from raycap.pipeline.tracking.mlflow_client import tracking_client
-from raycap.pipeline.tracking.run_tracker import tag_run
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +44,7 @@ def group_id(name: str, members: Sequence[str]) -> str:
 def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
     """Prints the mean scores of complete runs with their spread, and writes them to seeds/NAME-HASH in the storage.
 
-    In the tracker, a tag groups the runs. configs, folders: of each run. Raises DamagedError if a run's scores.json is
-    damaged.
+    configs, folders: of each run. Raises DamagedError if a run's scores.json is damaged.
     """
     group = group_id(configs[0].name, [folder.run_id for folder in folders])
     place = configs[0].storage_place / f"seeds/{group}"
@@ -74,14 +70,8 @@ def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -
     }
     texts = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
     logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")
-    decorations, metadata = Decorations(), {"runs": ", ".join(folder.run_id for folder in folders)}
+    metadata = {"runs": ", ".join(folder.run_id for folder in folders)}
     write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": texts})
-    with decorations.making("the tag of the seeds in the tracker"):
-        if folders[0].config.tracking.enabled:
-            client = tracking_client(folders[0].config)
-            for folder in folders:
-                tag_run(folder, client, "raycap.seeds", place.name)
-    decorations.log_failed()
     logger.info(f"\nseeds        {place}")
 
 

@@ -53,9 +53,9 @@ def soup(
         raise UserError(f"{len(bundles)} bundle is given; a soup needs two or more")
     shares = [1 / len(bundles)] * len(bundles) if weights is None else _parse_weights(weights, len(bundles))
     place = storage_path(out)
+    check_output_place("-o", place)
     if next(place.walk(), None) is not None:
         raise UserError(f"-o {place} is not empty; choose another folder or remove it")
-    check_output_place("-o", place)
     opened = [open_bundle("BUNDLE", bundle) for bundle in bundles]
     if place.is_remote:
         with TemporaryDirectory(prefix="raycap-") as scratch:

@@ -59,7 +59,6 @@ INPUT_OPTIONS = {
     "images": "IMAGES",
     "model": "--model",
     "models": "--model",
-    "compared": "--compare",
     "constraints": "--constraints",
 }
 OUTPUT_OPTIONS = {"out": "--out", "explain": "--explain", "json_file": "--json"}
@@ -326,11 +325,6 @@ def secret_names(given: Sequence[str]) -> tuple[str, ...]:
         if not (name.isascii() and name.isidentifier()):  # because the name becomes a part of a shell command
             raise UserError(f"--secret {name!r} is not a variable name; use letters, digits and _")
     return tuple(dict.fromkeys(given))
-
-
-def used_variables(config: Path) -> list[str]:
-    """The names of the variables, written `${NAME}`, in a configuration and the files that it references."""
-    return variable_names(" ".join(str(read_file(path)) for path in referenced_files(config)))
 
 
 def check_texts(config: Path | None, arguments: Sequence[str], available: Container[str]) -> None:

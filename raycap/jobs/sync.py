@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from raycap.jobs.options import Set
-from raycap.pipeline.config.load import load_config, parse_config, read_values
-from raycap.pipeline.config.shipped import named_place
+from raycap.jobs.options import Config, Set
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.delivery import local_bundle
-from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, try_lock, with_decisions_of
+from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
 from raycap.pipeline.runs.preflight import check_storage
-from raycap.pipeline.runtime.names import expanded_path, shown
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.tracking.mlflow_client import public_uri
 from raycap.pipeline.tracking.run_tracker import SentRecord, Tracker, stored_records
@@ -25,36 +20,21 @@ from raycap.pipeline.tracking.run_tracker import SentRecord, Tracker, stored_rec
 logger = logging.getLogger(__name__)
 
 
-def sync(
-    target: Annotated[
-        Path, typer.Argument(help="A run's folder, a storage's, or a configuration.", metavar="[RUN_FOLDER|CONFIG]")
-    ] = Path("results"),
-    set_: Set = None,
-) -> int:
+def sync(config: Config, set_: Set = None) -> int:
     """Send the tracker what it missed while it was down.
 
-    The exit code is 1 when a tracker does not accept everything.
+    The runs are those in the configuration's storage that have its name. The exit code is 1 when the tracker does not
+    accept everything.
 
-    Example: raycap sync results/runs/RUN --set tracking.uri=http://127.0.0.1:5000
+    Example: raycap sync demo --set tracking.uri=http://127.0.0.1:5000
     """
-    overrides = set_ or ()
-    place = named_place(target)
-    if place is None:
-        raise UserError(
-            f"{shown(target)} does not exist; give a run's folder, a storage's, or the configuration of a run"
-        )
-    num_runs, unreachable = 0, set()
-    runs = _runs_of_config(place, overrides) if place.is_file() else _runs_in_folder(place, overrides)
-    for folder in runs:
-        num_runs += 1
-        uri = public_uri(folder.config)
-        if uri in unreachable:  # not tried again, because each attempt waits until its timeout
-            logger.info(f"{folder.run_id}: not tried, {uri} did not answer")
-        elif not send(folder):
-            unreachable.add(uri)
-    if not num_runs:
-        raise UserError(f"{target} contains no run; give a run's folder, a storage's, or the configuration of a run")
-    return 1 if unreachable else 0
+    run_config = load_config(config, set_ or ())
+    check_storage(run_config)
+    names = _run_names(run_config)
+    if not names:
+        raise UserError(f"{run_config.storage.uri} contains no run of {run_config.name}; give the configuration of one")
+    # After a failure the other runs are not tried, because each attempt would wait until its timeout.
+    return 0 if all(send(folder) for folder in _open_runs(run_config, names)) else 1
 
 
 def send(folder: RunFolder) -> bool:
@@ -95,21 +75,22 @@ def register(folder: RunFolder) -> bool:
     return registered is not None
 
 
-def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:
-    """Yields the runs in a configuration's storage that have its name, with the configuration's tracker and storage."""
-    config = load_config(path, overrides)
-    check_storage(config)
+def _run_names(config: RunConfig) -> list[str]:
+    """The sorted names of the runs in the configuration's storage that have its name."""
     place = config.storage_place / "runs"
     if place.is_remote:
         names = [file.removesuffix("/run.json") for file in place.list() if file.endswith("/run.json")]
     else:  # not `list`, because listing all files of a network file system can take minutes
         names = [file.parent.name for file in place.path.glob("*/run.json")]
-    for name in sorted(names):
-        # A run's id is the configuration's name and a digest. Other names are skipped, because they belong to other
-        # configurations or may lead out of the folder of runs.
-        prefix, _, digest = name.rpartition("-")
-        if prefix != config.name or not digest.isalnum():
-            continue
+    # A run's id is the configuration's name and a digest. Other names are skipped, because they belong to other
+    # configurations or may lead out of the folder of runs.
+    parts = {name: name.rpartition("-") for name in sorted(names)}
+    return [name for name, (prefix, _, digest) in parts.items() if prefix == config.name and digest.isalnum()]
+
+
+def _open_runs(config: RunConfig, names: list[str]) -> Iterator[RunFolder]:
+    """Yields the runs of these names, with the configuration's tracker and storage."""
+    for name in names:
         try:
             folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
         except UserError as error:
@@ -117,25 +98,3 @@ def _runs_of_config(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]
             continue
         stored = folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
         yield replace(folder, config=stored)
-
-
-def _runs_in_folder(path: Path, overrides: Sequence[str]) -> Iterator[RunFolder]:
-    """Yields the run in a folder, or all runs in a storage's folder. Each run keeps the tracker of its start."""
-    path = expanded_path(path).resolve()
-    is_run = (path / "run.json").is_file()
-    folders = [path] if is_run else sorted(file.parent for file in path.glob("runs/*/run.json"))
-    for folder in folders:
-        try:
-            values = read_values(folder / "config.yaml", overrides, is_stored=True)
-            config, stored = parse_config(values), stored_config(folder)
-        except UserError as error:
-            if is_run:
-                raise
-            logger.warning(f"{folder.name}: not sent: {error}")
-            continue
-        opened = open_folder(folder, config.home(f"runs/{folder.name}"), config)
-        # The stored configuration lacks the tracker's address, so the address comes from the records of what was sent.
-        other_trackers = [uri for uri in stored_records(opened) if uri != public_uri(config)]
-        if other_trackers and config.tracking.uri is None:
-            values["tracking"]["uri"] = other_trackers[-1]
-        yield replace(opened, config=with_decisions_of(parse_config(values), stored))

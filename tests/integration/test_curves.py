@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.search.trial import split_captions
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import small_config
 from tests.support.runs import MESHED_MEMORY, SMALL_MODEL, prepare_run
@@ -61,9 +61,9 @@ def captions_of(storage: Path, system: str) -> tuple[RunFolder, dict[str, str]]:
     stage = small_config(storage)["stages"][0] | {"epochs": 20, "validate_every_epochs": 100, "lr": 5e-3}
     stage |= {"precision": "float64", "schedule": {"warmup_iterations": 1}, "checkpoint_every_steps": 1000}
     folder, store = prepare_run(storage, model=SMALL_MODEL | SYSTEMS[system], stages=[stage])
-    train_stages(LocalContext("cpu"), StageJob(folder, (stage["name"],), store, caption_split="test"))
-    predictions = read_predictions(folder.path / "predictions/test.json")
-    return folder, {str(image): caption for image, caption in predictions.items()}
+    job = StageJob(folder, (stage["name"],), store)
+    train_stages(LocalContext("cpu"), job)
+    return folder, {str(image): caption for image, caption in split_captions(job, "test").items()}
 
 
 def scores_of(folder: RunFolder, captions: dict[str, str]) -> dict[str, float | None]:

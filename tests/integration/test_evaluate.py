@@ -43,14 +43,10 @@ def scores(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "scores.json").read_text())["splits"]["test"]
 
 
-def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
-    tmp_path: Path, log_lines: list[str], without_ray: None
-) -> None:
+def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(tmp_path: Path, without_ray: None) -> None:
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    other = str(make_bundle(tmp_path / "b", seed=1))
-    assert evaluate(config, models=[model], compared=[other], out=str(tmp_path / "both")) == 0
+    assert evaluate(config, models=[model], out=str(tmp_path / "one")) == 0
     assert evaluate(config, models=[model, model], out=str(tmp_path / "two")) == 0
-    (tmp_path / "both" / "model-1").rename(tmp_path / "one")
     one, two = scores(tmp_path / "one"), scores(tmp_path / "two")
     assert one["scores"] == two["scores"] and one["per_image_CIDEr-D"] == two["per_image_CIDEr-D"]
     predictions = json.loads((tmp_path / "one" / "predictions-test.json").read_text())
@@ -59,10 +55,8 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     lines = [json.loads(line) for line in (tmp_path / "one" / "n-best-test.jsonl").read_text().splitlines()]
     assert [len(line["n_best"]) for line in lines] == [2] * 5
     assert [line["n_best"][0]["caption"] for line in lines] == [row["caption"] for row in predictions]
-    compared = json.loads((tmp_path / "both" / "scores.json").read_text())["compared"]["splits"]["test"]
-    assert "CIDEr-D" in compared["differences"] and any("resamples" in line for line in log_lines)
     page = (tmp_path / "one" / "report-test.html").read_text()
-    assert "not comparable" in page and "ExpansionNet v2, SCST (paper)" in page
+    assert page.count("not comparable: published: ") == 1 and "4 rows of papers" in page
 
     (tmp_path / "images" / "images" / "7.png").write_bytes(b"")
     assert evaluate(config, models=[model], out=str(tmp_path / "three")) == 1
@@ -70,23 +64,20 @@ def test_an_ensemble_of_one_model_with_itself_scores_as_the_model(
     assert three["unreadable"] == {"107": "empty file"} and three["images"] == 4
 
 
-def test_further_metrics_are_computed_for_both_models(tmp_path: Path, without_ray: None) -> None:
+def test_further_metrics_are_computed(tmp_path: Path, without_ray: None) -> None:
     """Some metrics need several captions per image, and some need the images."""
     config, model = configuration(tmp_path), str(make_bundle(tmp_path / "a"))
-    other = str(make_bundle(tmp_path / "b", seed=1))
     write_tiny_clip(tmp_path / "clip.safetensors")
     settings = [
-        "evaluation.metrics=[CIDEr-R, CHAIR-s, self-CIDEr, CLIPScore, RefCLIPScore, BERTScore]",
+        "evaluation.metrics=[CHAIR-s, mBLEU-4, CLIPScore, RefCLIPScore, BERTScore]",
         f"evaluation.inputs.clip={{model: tiny-clip, weights: {tmp_path / 'clip.safetensors'}}}",
         f"evaluation.inputs.bert={{folder: {GOLDEN / 'bert_score' / 'bert'}, layer: 2}}",
     ]
-    assert evaluate(config, settings, models=[model], compared=[other], out=str(tmp_path / "out")) == 0
-    for each in (scores(tmp_path / "out" / "model-1"), scores(tmp_path / "out" / "other-1")):
-        assert "evaluation.inputs.objects" in each["unavailable"]["CHAIR-s"]
-        assert 0 <= each["scores"]["self-CIDEr"] <= 1 and 0 <= each["scores"]["CLIPScore"] <= 2.5
-        assert "|clip:" in each["signature"] and "|bert:" in each["signature"] and each["scores"]["BERTScore"] <= 1
-    compared = json.loads((tmp_path / "out" / "scores.json").read_text())["compared"]["splits"]["test"]
-    assert {"CIDEr-R", "self-CIDEr", "RefCLIPScore", "BERTScore"} <= compared["differences"].keys()
+    assert evaluate(config, settings, models=[model], out=str(tmp_path / "out")) == 0
+    each = scores(tmp_path / "out")
+    assert "evaluation.inputs.objects" in each["unavailable"]["CHAIR-s"]
+    assert 0 <= each["scores"]["mBLEU-4"] <= 1 and 0 <= each["scores"]["CLIPScore"] <= 2.5
+    assert "|clip:" in each["signature"] and "|bert:" in each["signature"] and each["scores"]["BERTScore"] <= 1
 
 
 def coco_file(folder: Path, split: str, ids: range, captions: bool) -> None:
@@ -165,13 +156,10 @@ def test_captions_satisfy_the_constraints_of_a_file(tmp_path: Path, ray_session:
     assert evaluate(config, models=[model], constraints=file, out=str(tmp_path / "out")) == 0
     entry = scores(tmp_path / "out")
     assert entry["constraints"] == {"images": 1, "not_held": []}
-    assert 0 <= entry["alignment"] <= 1
     assert "search    test: 1 of 1 captions satisfy the required constraints" in log_lines
     predictions = {row["image_id"]: row["caption"] for row in json.loads(
         (tmp_path / "out" / "predictions-test.json").read_text())}  # fmt: skip
     assert "mat" in predictions[107].split() and ("the cat" in predictions[107] or "red" in predictions[107].split())
-    page = (tmp_path / "out" / "report-test.html").read_text()
-    assert "alignment" in page
     file.write_text('{"image_id": 107, "constraints": ["zebra"]}\n')
     with pytest.raises(UserError, match="image 107 needs the word 'zebra'"):
         evaluate(config, models=[model], constraints=file)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -20,12 +18,12 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster import stalls
 from raycap.pipeline.config.sections import DataSection, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, take_snapshot
+from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.features.extraction import Extractor, extract, hashing_extraction
+from raycap.pipeline.features.extraction import Extractor, extract
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
 from raycap.pipeline.storage.weights import load_weights, save_weights
@@ -115,45 +113,3 @@ def test_a_storage_that_keeps_failing_ends_the_extraction_with_its_own_message(
     with pytest.raises(StorageError, match=r"^s3://data/images/\w+: storage failed") as raised:
         extract(Dataset(table), tmp_path / "features", extractor, not_watched)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.ray
-@pytest.mark.parametrize("most", [pytest.param(0, marks=pytest.mark.proof), 100], ids=["actors", "tasks"])
-def test_new_images_are_read_once_by_the_extraction(tmp_path: Path, ray_session: None, most: int) -> None:
-    """Keys, manifest and store are those of two passes; bad files have their reasons; a changed file is read again."""
-    root = write_karpathy(tmp_path / "set", {"train": 20, "val": 4, "test": 4})
-    (root / "images" / "3.png").write_bytes((root / "images" / "3.png").read_bytes()[:60])
-    (root / "images" / "7.png").write_bytes((root / "images" / "6.png").read_bytes())
-    dataset = read_dataset(DataSection(root=str(root)), root)
-    extractor = make_extractor(tmp_path, max_images_for_tasks=most)
-    expected = take_snapshot(dataset, tmp_path / "threads.parquet")[0]
-    two_passes, _ = extract(expected, tmp_path / "two", extractor, not_watched)
-
-    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
-        return hashing_extraction(uris, tmp_path / "one", extractor, not_watched)
-
-    found, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet", hash_files=hash_files)
-    assert found.table.equals(expected.table) and not unreadable
-    assert pq.read_table(tmp_path / "manifest.parquet").equals(pq.read_table(tmp_path / "threads.parquet"))
-    one_pass, unusable = extract(found, tmp_path / "one", extractor, not_watched)
-    assert list(unusable) == [found.column("key")[3]], "the image that cannot be decoded is listed by the second pass"
-    stores = FeatureStore(one_pass), FeatureStore(two_passes)
-    assert len(stores[0]) == len(stores[1]) == 26
-    usable = [key for number, key in enumerate(found.column("key")) if number != 3]
-    assert np.array_equal(gather(stores[0], usable), gather(stores[1], usable))
-
-    (root / "images" / "2.png").unlink()
-    (root / "images" / "2.png").mkdir()
-    (root / "images" / "9.png").write_bytes((root / "images" / "8.png").read_bytes())
-    os.utime(root / "images" / "9.png", (1, 1))
-    read: list[list[str]] = []
-
-    def hash_noted(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
-        read.append(uris.to_pylist())
-        return hash_files(uris, options)
-
-    again, unreadable = take_snapshot(dataset, tmp_path / "manifest.parquet", hash_files=hash_noted)
-    folder = f"{root}/images"
-    assert read == [[f"{folder}/2.png", f"{folder}/9.png"]] and unreadable == {f"{folder}/2.png": "Is a directory"}
-    keys = again.column("key")
-    assert keys[2] is None and keys[9] == keys[8] and keys[:2] == found.column("key")[:2]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.config.sections import SceneConfig
-from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.synthetic.scenes import write_dataset
 from raycap.pipeline.data.vocabulary import UNK
 from raycap.pipeline.evaluation.captioning.bundle import bundle_protocol, load_bundle
@@ -20,9 +19,9 @@ from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.search.trial import split_captions
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.training.loop import StageJob, StageRun, caption_split, train_stages
-from raycap.pipeline.training.stage_output import StageOutput
+from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.support.captioning import captions_of
 from tests.support.runs import FROZEN_STAGES, prepare_run
 from tests.support.scripts import in_devanagari
@@ -54,13 +53,9 @@ def test_a_run_in_another_language(tmp_path: Path, language: str, tokenizer: str
     assert folder.vocabulary.tokenizer == tokenizer and folder.vocabulary.ids[UNK] not in {
         each for row in encoded for each in row
     }
-    train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store))
-    captions = {}
-    output = StageOutput(folder, FROZEN_STAGES[-1], True, "", "")
-    for split in ("val", "test", "novel"):
-        caption_split(LocalContext("cpu"), folder, split, store, (), output)
-        texts = read_predictions(folder.path / "predictions" / f"{split}.json")
-        captions[split] = captions_of({int(image): text for image, text in texts.items()})
+    job = StageJob(folder, FROZEN_STAGES, store)
+    train_stages(LocalContext("cpu"), job)
+    captions = {split: captions_of(split_captions(job, split)) for split in ("val", "test", "novel")}
     bundle, images = bundle_run(folder), {split: folder.dataset.split(split) for split in captions}
     features = folder.config.features.model_copy(update={"store": "never"})
     config = folder.config.model_copy(update={"features": features})

@@ -33,9 +33,9 @@ class World:
         settings["features"] |= {"max_images_for_tasks": 0, "rows_per_shard": 16, "gpus_per_actor": 1}
         self.config = cluster.write("run.yaml", settings)
 
-    def write_search(self, name: str, resources: dict[str, int], choices: list[int]) -> str:
+    def write_search(self, name: str, resources: dict[str, int], choices: list[int], **keys: object) -> str:
         """A search with a trial per choice."""
-        search = {"base": "run.yaml", "trial": {"stages": ["xe_frozen"]}}
+        search = {"base": "run.yaml", "trial": {"stages": ["xe_frozen"]}} | keys
         search |= {"resources": resources, "space": {"model.dynamic_expansion": choices}}
         return self.cluster.write(f"{name}.yaml", search | {"name": name, "algorithm": "grid"})
 
@@ -75,7 +75,7 @@ def test_doctor(world: World) -> None:
     """First a job on the cluster finds that one node cannot make its cache. Then a joined driver finds no failure."""
     cache = world.cluster.folder / "disks" / "1" / "disk" / "cache"
     cache.touch()
-    words = ("doctor", world.config, "--address", world.cluster.dashboard)
+    words = ("submit", "doctor", world.config, "--address", world.cluster.dashboard)
     output = world.cluster.raycap(*words, node=OUTSIDE, exit_code=1)
     assert re.search(r"fail  node cache .*cannot be written", output)
     cache.unlink()
@@ -150,15 +150,17 @@ def test_tune(world: World) -> None:
 
 @pytest.mark.proof
 def test_a_trial_on_two_workers(world: World) -> None:
-    """The trial's process runs Ray Train with a worker on each node, and reads their journal from the storage."""
-    search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1])
+    """The trial's process runs Ray Train with a worker on each node, and reads their journal from the storage.
+
+    One of the workers' places captions the reported split."""
+    search = world.write_search("workers", {"workers": 2, "gpus": 1}, [1], score_split="test")
     output = world.joined("tune", search)
     assert re.search(r"N_E 1\s+finished", output)
     names = (world.storage / "searches").list()
     (name,) = {name.split("/")[0] for name in names if name.startswith("workers-") and "/" in name}
     (record,) = json.loads((world.storage / "searches" / name / "trials.json").read_bytes())
     assert record["state"] == "finished", record["reason"]
-    assert record["reports"] and record["costs"]["seconds"] > 0
+    assert record["reports"] and record["scores"]["test CIDEr-D"] >= 0
 
 
 @pytest.mark.proof

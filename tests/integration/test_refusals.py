@@ -12,7 +12,7 @@ from tests.conftest import small_config, write_karpathy
 from tests.support.runs import write_config
 from tests.support.searches import G, write_search
 
-GROUPS = f"space={{{G}: {{generate: {{groups: [1000000000], smallest: 1, largest: 2}}}}}}"
+GROUPS = f"space={{{G}: [[4], [0]]}}"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,10 @@ GROUPS = f"space={{{G}: {{generate: {{groups: [1000000000], smallest: 1, largest
         (["evaluate", "run.yaml", "--stage", "nothing"], "--stage nothing: the configuration has the stages"),
         (["check", "run.yaml", "--set", "data.val_split=dev"], "data names the split 'dev'"),
         (["retrain", "run.yaml", "--set", "init_from=/nowhere"], "init_from: /nowhere is not a model bundle"),
-        (["tune", "search.yaml", "--set", GROUPS], "groups.0 = 1000000000"),
+        (
+            ["tune", "search.yaml", "--set", GROUPS],
+            "space, at G 0: model.static_expansion.0 = 0: input should be greater",
+        ),
         (["tune", "search.yaml", "--set", "backbone=/nowhere"], "backbone: /nowhere is no file"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",

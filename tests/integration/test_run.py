@@ -24,22 +24,20 @@ def tree(folder: Path) -> dict[str, int]:
 
 @pytest.mark.ray
 def test_a_run_decides_its_precision_once(tmp_path: Path, ray_session: None) -> None:
-    changes = {"evaluation__precision": "auto", "features__compute_dtype": "auto"}
-    config = parse_config(small_config(tmp_path, **changes))
+    config = parse_config(small_config(tmp_path, features__compute_dtype="auto"))
     folder = prepare(config)
     driver = RunDriver(folder, address=None)
-    driver._decide_precisions()
+    driver._decide_precision()
     driver.folder.write_config()
-    records = list((tmp_path / "precision").glob("*.json"))
-    decided = (driver.config.features.compute_dtype, driver.config.evaluation.precision)
-    assert sorted(decided) == sorted(json.loads(record.read_text())["precision"] for record in records)
+    (record,) = (tmp_path / "precision").glob("*.json")
+    decided = driver.config.features.compute_dtype
+    assert decided == json.loads(record.read_text())["precision"]
     assert driver.tracker.folder is driver.folder
-    for record in records:  # a later attempt asks neither the storage nor Ray
-        record.unlink()
+    record.unlink()  # a later attempt asks neither the storage nor Ray
     later = RunDriver(prepare(config), address=None)
-    later._decide_precisions()
+    later._decide_precision()
     assert later.folder.run_id == folder.run_id and not list((tmp_path / "precision").glob("*.json"))
-    assert (later.config.features.compute_dtype, later.config.evaluation.precision) == decided
+    assert later.config.features.compute_dtype == decided
     again = prepare(load_config(folder.path / "config.yaml"))
     assert again.run_id == folder.run_id and again.config == later.config
 

@@ -29,7 +29,7 @@ from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.ray_cluster import free_port
-from tests.support.serving import as_files, captions_by_digest, crown, is_right
+from tests.support.serving import FILE_HEAD, MULTIPART, as_files, captions_by_digest, crown, is_right
 
 pytestmark = pytest.mark.ray
 BATCH = 8
@@ -182,12 +182,13 @@ def test_limits_hold_through_the_proxy(served: Served) -> None:
 
     def endless() -> Iterator[bytes]:
         nonlocal pieces
+        yield FILE_HEAD
         while pieces < 10_000:
             pieces += 1
             yield bytes(50_000)
 
     try:
-        answer = served.client.post("/caption", content=endless(), headers={"content-type": "application/json"})
+        answer = served.client.post("/caption", content=endless(), headers=MULTIPART)
         assert answer.status_code == 413
     except httpx2.TransportError:
         pass  # the server has closed the connection while the client was sending

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.retrain.retraining import FoundData, Trained, rollback
+from raycap.pipeline.retrain.retraining import FoundData, rollback
 from raycap.pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import Colors, World
@@ -18,16 +18,16 @@ from tests.support.retrain_world import Colors, World
 class Registered(Colors):
     """Also registers the run and its model version on the tracker, as `raycap run` does."""
 
-    def train(self, config: RunConfig, data: FoundData) -> Trained:
+    def train(self, config: RunConfig, data: FoundData) -> Path:
         trained = super().train(config, data)
         client = tracking_client(config)
         experiment = experiment_of(client, config)
-        parent = client.create_run(experiment, tags={"raycap.run_id": trained.run_id})
-        tags = {"raycap.run_id": trained.run_id, "mlflow.parentRunId": parent.info.run_id}
+        parent = client.create_run(experiment, tags={"raycap.run_id": trained.name})
+        tags = {"raycap.run_id": trained.name, "mlflow.parentRunId": parent.info.run_id}
         client.create_run(experiment, tags=tags)
         if not client.search_registered_models():
             client.create_registered_model(config.name)
-        client.create_model_version(config.name, str(trained.bundle), run_id=parent.info.run_id)
+        client.create_model_version(config.name, str(trained), run_id=parent.info.run_id)
         return trained
 
 
@@ -72,7 +72,7 @@ def test_a_tracker_that_was_down_is_updated_later(world: Tracked, monkeypatch: p
     class Later(Registered):
         """The run is sent during training; then the tracker goes down."""
 
-        def train(self, config: RunConfig, data: FoundData) -> Trained:
+        def train(self, config: RunConfig, data: FoundData) -> Path:
             tracking = config.tracking.model_copy(update={"uri": reachable})
             return super().train(config.model_copy(update={"tracking": tracking}), data)
 

@@ -22,8 +22,9 @@ from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking import run_tracker
 from raycap.pipeline.tracking.run_tracker import NOT_METRICS, SENT_FILE, SENT_KINDS, Tracker
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
+from tests.conftest import small_config
 from tests.support.mlflow_server import MlflowServer, mlflow_server
-from tests.support.runs import STAGES, Killed, empty_run, prepare_run
+from tests.support.runs import STAGES, Killed, empty_run, prepare_run, write_config
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,9 @@ def test_stopped_in_the_middle_everything_is_there_once(
     capsys: pytest.CaptureFixture[str],
     log_lines: list[str],
 ) -> None:
-    folder, store = prepare_run(tmp_path, tracking={"enabled": True, "uri": server.url})
+    tracking = {"enabled": True, "uri": server.url}
+    folder, store = prepare_run(tmp_path, tracking=tracking)
+    config = write_config(tmp_path / "run.yaml", small_config(tmp_path, tracking=tracking))
     folder = replace(folder, config=folder.config.model_copy(update={"tracking": _tracking(server)}))
     log_lines.clear()
     tracker = Tracker(folder, every_s=0.1)
@@ -133,11 +136,11 @@ def test_stopped_in_the_middle_everything_is_there_once(
     tracker.start()
     train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     assert complete(folder, tracker) is None
-    assert len(log_lines) == 1 and f"`raycap sync {folder.path}` sends it" in log_lines[0], log_lines
-    assert main(["sync", str(folder.path)]) == 1, "still down"
+    assert len(log_lines) == 1 and "`raycap sync CONFIG` sends it" in log_lines[0], log_lines
+    assert main(["sync", str(config)]) == 1, "still down"
 
     server.start()
-    assert main(["sync", str(folder.path)]) == 0
+    assert main(["sync", str(config)]) == 0
     printed = capsys.readouterr().out
     assert "FINISHED, model demo/" in printed
     assert "View run" not in printed, "MLflow would print the address, with the password that may stand in it"
@@ -154,10 +157,10 @@ def test_stopped_in_the_middle_everything_is_there_once(
 
     files = {item.path for item in MlflowClient(server.url).list_artifacts(parent.info.run_id)}
     assert {"config.yaml", "report.html", "scores.json", "predictions"} <= files
-    assert main(["sync", str(tmp_path)]) == 0, "a storage's runs; nothing is sent again"
+    assert main(["sync", str(config)]) == 0, "nothing is sent again"
     check_history(server, folder)
     other = f"sqlite:///{tmp_path / 'other.db'}"
-    assert main(["sync", str(folder.path), "--set", f"tracking.uri={other}"]) == 0
+    assert main(["sync", str(config), "--set", f"tracking.uri={other}"]) == 0
     assert [model.name for model in MlflowClient(other).search_registered_models()] == ["demo"], "a second tracker"
 
 
@@ -182,7 +185,8 @@ def test_training_that_fails_while_the_tracker_is_down_is_failed_afterwards(
         train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store))
     assert not tracker.close("FAILED")
     server.start()
-    assert main(["sync", str(folder.path), "--set", "tracking.enabled=true"]) == 0
+    tracking = {"enabled": True, "uri": server.url}
+    assert main(["sync", str(write_config(tmp_path / "run.yaml", small_config(tmp_path, tracking=tracking)))]) == 0
     check_history(server, folder)
     parent, children = runs_on(server, folder.run_id)
     statuses = {run.info.run_name: run.info.status for run in [parent, *children]}
@@ -208,7 +212,7 @@ def test_a_tracker_is_left_at_its_first_failure_and_a_damaged_record_is_empty(
         tracker.start()
         assert tracker.finish({}, tmp_path) is None
         client.log_batch.assert_called_once()
-        assert [line for line in log_lines if "is damaged; the tracker gets everything" in line] == log_lines[:1]
+        assert "is damaged; the tracker gets everything" in log_lines[0]
         assert "does not accept everything (no answer)" in log_lines[-1], log_lines
 
 

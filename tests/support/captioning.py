@@ -15,14 +15,14 @@ from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption
 
 
 def caption_here(
-    models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_values: bool = True
+    models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_signals: bool = True
 ) -> Captioned:
     """What `caption_on_cluster` gives, computed in this process by the task of a single worker."""
     workers = config.workers.model_copy(update={"num_workers": 1})
     found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
     begin = time.monotonic()
     for name, captions, _ in on_cluster._caption_shard(
-        0, models, splits, config.model_copy(update={"workers": workers}), with_values
+        0, models, splits, config.model_copy(update={"workers": workers}), with_signals
     ):
         found[name] |= captions
     return Captioned(found, time.monotonic() - begin)

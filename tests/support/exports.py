@@ -27,30 +27,27 @@ from raycap_onnx import Caption
 from tests.support.bundles import SWIN
 from tests.support.models import select_images
 
-WIDTH, MAX_POSITIONS = 6, 12
+MAX_POSITIONS = 12
 WORDS = Vocabulary.build([["a", "red", "cat", "sits", "on", "the", "mat", "with", "two", "dogs"]] * 3, 1)
 SIZES: dict[str, Any] = {
     "d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 2,
 }  # fmt: skip
-REGIONS: dict[str, Any] = {"inputs": "regions", "sampling": 1, "region_rows": 2}
 
-# by name: the model, and whether it has a backbone
-SYSTEMS: dict[str, tuple[ModelConfig, bool]] = {
-    "expansionnet": (ExpansionNetConfig(**SIZES, static_expansion=(4, 8), dynamic_expansion=3), True),
-    "transformer": (replace(ExpansionNetConfig(**SIZES), name="transformer"), False),
-    "meshed memory": (MeshedMemoryConfig(**SIZES | {"num_encoder_layers": 2}, num_memory_slots=3), False),
-    "clustformer": (ClustFormerConfig(**SIZES), True),
-    "mask token": (ClustFormerConfig(**SIZES, **REGIONS, decoder="mask_token"), False),
+SYSTEMS: dict[str, ModelConfig] = {
+    "expansionnet": ExpansionNetConfig(**SIZES, static_expansion=(4, 8), dynamic_expansion=3),
+    "transformer": replace(ExpansionNetConfig(**SIZES), name="transformer"),
+    "meshed memory": MeshedMemoryConfig(**SIZES | {"num_encoder_layers": 2}, num_memory_slots=3),
+    "clustformer": ClustFormerConfig(**SIZES),
+    "mask token": ClustFormerConfig(**SIZES, decoder="mask_token"),
 }
 
 
-def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0) -> Captioner:
+def make_captioner(model: ModelConfig, seed: int = 0) -> Captioner:
     """A captioner with random weights, in evaluation mode. Its output weights make captions differ, also in length."""
     torch.manual_seed(seed)
-    swin = Backbone(SWIN) if has_backbone else None
-    width = WIDTH if swin is None else swin.width
+    swin = Backbone(SWIN)
     captioner = Captioner(
-        build_model(model, ModelSizes(width, len(WORDS), MAX_POSITIONS, WORDS.sos, WORDS.eos, WORDS.pad)), swin
+        build_model(model, ModelSizes(swin.width, len(WORDS), MAX_POSITIONS, WORDS.sos, WORDS.eos, WORDS.pad)), swin
     )
     with torch.no_grad():
         captioner.model.lm_head.weight.mul_(8)  # type: ignore[union-attr, operator]
@@ -61,12 +58,11 @@ def make_captioner(model: ModelConfig, has_backbone: bool = False, seed: int = 0
 
 def make_captioner_bundle(name: str, protocol: dict[str, Any] | None = None) -> Bundle:
     """The bundle of a system, as `load_bundle` gives it. protocol: keys of its search."""
-    model, has_backbone = SYSTEMS[name]
-    captioner = make_captioner(model, has_backbone)
+    model = SYSTEMS[name]
+    captioner = make_captioner(model)
     recorded = {"beam_size": 3, "max_length": MAX_POSITIONS} | (protocol or {})
     config = {"name": name, "model": vars(model) | {"word_vectors": None}, "protocol": recorded}
-    transform = image_transform(SWIN) if has_backbone else None
-    return Bundle(captioner, WORDS, transform, config)
+    return Bundle(captioner, WORDS, image_transform(SWIN), config)
 
 
 Export = Callable[[str], tuple[Path, float]]
@@ -99,15 +95,6 @@ def make_images(count: int, seed: int = 0) -> list[Image.Image]:
     generator = np.random.default_rng(seed)
     sizes = [(int(height), int(width), 3) for height, width in generator.integers(20, 60, (count, 2))]
     return [Image.fromarray(generator.integers(0, 256, size, np.uint8)) for size in sizes]
-
-
-def make_regions(name: str, count: int, regions: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """The inputs of a system's encoder: features (count, regions, WIDTH), lengths, and boxes where it needs them."""
-    generator = np.random.default_rng(seed)
-    features = generator.normal(size=(count, regions, WIDTH)).astype(np.float32)
-    boxes = generator.uniform(size=(count, regions, 4)).astype(np.float32)
-    found = {"features": features, "lengths": generator.integers(1, regions + 1, count)}
-    return found | ({"boxes": boxes} if name == "mask token" else {})
 
 
 @torch.no_grad()

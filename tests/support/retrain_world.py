@@ -29,7 +29,7 @@ from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption, SplitScores
 from raycap.pipeline.retrain.champion import ChampionStore
-from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, Trained, retrain
+from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, retrain
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath
@@ -156,7 +156,7 @@ class Colors:
     def __init__(self) -> None:
         self.trained: list[str | None] = []  # what each training started from
 
-    def train(self, config: RunConfig, data: FoundData) -> Trained:
+    def train(self, config: RunConfig, data: FoundData) -> Path:
         dataset = data[0].readable()
         fingerprint = dataset.fingerprint()
         run_id = f"world-{hashlib.sha256(f'{config_identity(config)} {fingerprint}'.encode()).hexdigest()[:10]}"
@@ -179,7 +179,7 @@ class Colors:
             (folder / file).write_text("{}")
         if home is not None:
             Mirror(home, folder).push()
-        return Trained(run_id, folder)
+        return folder
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         folder = fetched(bundle)

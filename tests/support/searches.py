@@ -13,7 +13,7 @@ from raycap.pipeline.search.spec import Search, load_search
 from tests.conftest import small_config
 
 G, N_E, LR = "model.static_expansion", "model.dynamic_expansion", "stages.xe_frozen.lr"
-SPACE = {G: {"generate": {"groups": [1, 2], "smallest": 4, "largest": 8}}, N_E: [2, 4]}
+SPACE = {G: [[4], [8], [4, 8]], N_E: [2, 4]}
 
 
 def search_values(tmp_path: Path, **changes: Any) -> dict[str, Any]:

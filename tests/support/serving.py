@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -88,5 +87,5 @@ def as_files(*paths: str) -> list[tuple[str, tuple[str, bytes, str]]]:
     return [("images", (Path(path).name, Path(path).read_bytes(), "image/png")) for path in paths]
 
 
-def as_base64(*paths: str) -> list[str]:
-    return [base64.b64encode(Path(path).read_bytes()).decode() for path in paths]
+MULTIPART = {"content-type": "multipart/form-data; boundary=x"}
+FILE_HEAD = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n'

@@ -30,9 +30,7 @@ def command(
     storage: Annotated[str, typer.Option(help="The folder or s3:// prefix in which champions are.")] = "results",
     endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server.")] = None,
     poll_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks for a new champion.")] = 30.0,
-    precision: Annotated[
-        Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the models; auto measures which is faster.")
-    ] = "float32",
+    precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
     batch_size: Annotated[int, typer.Option(min=1, max=1024, help="Most images per forward pass.")] = 16,
     replicas: Annotated[int, typer.Option(min=1, help="Processes per model.")] = 1,
     gpus_per_replica: Annotated[

@@ -6,7 +6,6 @@ The deployments call the code in `pipeline/serving/`, which does not need Ray. O
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import math
 import os
@@ -41,7 +40,6 @@ INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 SPARE_REQUESTS = 16  # accepted beyond the queue, so that the ingress can refuse them and answer /healthz and /metrics
 STATUS_S = 5.0  # seconds between two checks whether the application has ended
-M_MMAP_THRESHOLD = -3  # the number of this parameter of glibc's mallopt
 SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when the server ends
 
 
@@ -104,7 +102,6 @@ class Ingress:
         self, arguments: ServeArguments, captioners: dict[str, DeploymentHandle], *, has_token: bool, is_local: bool
     ) -> None:
         prepare_replica(is_local)
-        give_memory_back()
         # The token is not an argument, because Ray's dashboard shows the arguments of deployments to everybody.
         token = server_token(CLUSTER, insecure=not has_token)
         self.app_of_requests = make_app(
@@ -180,16 +177,6 @@ def prepare_replica(is_local: bool) -> None:
             return add_port_of_ray(server, address.replace("[::]", "127.0.0.1"))
 
         replica.add_port_to_grpc_server = add_loopback_port
-
-
-def give_memory_back() -> None:
-    """Makes glibc return the memory of decoded images to the system, so that it does not keep hundreds of MiB.
-
-    Pillow allocates blocks of 16 MiB. After the first blocks are freed, glibc keeps later blocks of this size for reuse
-    unless the threshold is set.
-    """
-    with suppress(AttributeError, OSError):  # the C library is not glibc
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
 
 
 def require_unused() -> None:

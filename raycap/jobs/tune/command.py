@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +20,15 @@ from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import check_address, connect, require_resources
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs, why_unavailable
 from raycap.pipeline.runs.identity import RESULTS_VERSION
 from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import readable
-from raycap.pipeline.search.records import ENDED, SearchFolder, SearchPlan, TrialRecord, count
-from raycap.pipeline.search.results import selection_note, trial_line
+from raycap.pipeline.search.records import SearchFolder, SearchPlan
+from raycap.pipeline.search.results import selection_note
 from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
-from raycap.pipeline.storage.lease import Lease, LostLeaseError, take_lease
+from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import weights_file_digest
 
@@ -65,7 +63,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         _start_ray(search, address)
         return StallWatch("extraction", search.base.workers)
 
-    from raycap.jobs.tune.outcome import write_outcome
+    from raycap.jobs.tune.tuner import run_trials
+    from raycap.pipeline.search.outcome import write_outcome
 
     with alone(folder.path), _lease(folder) as lease:
         store, excluded = extract_once(search, dataset, source, start_extraction)
@@ -74,103 +73,36 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
         if lease is not None:
             lease.check()  # the extraction may have taken hours
         _log_plan(search, folder)
-        code = write_outcome(search, folder, _run_trials(search, plan, folder, lease, address, retry_failed))
+        _start_ray(search, address)
+        code = write_outcome(search, folder, run_trials(search, plan, folder, lease, retry=retry_failed))
     logger.info(f"finished in {format_duration(time.monotonic() - begin)}")
     return code
 
 
-@contextmanager
-def _lease(folder: SearchFolder) -> Iterator[Lease | None]:
-    """Keeps other machines out of a search on S3. None for a local storage.
-
-    Raises UserError when another process works on the search, and JobFailedError when the lease is lost meanwhile.
-    """
+def _lease(folder: SearchFolder) -> AbstractContextManager[Lease | None]:
+    """Keeps other machines out of a search on S3; None for a local storage. Raises UserError if one works on it."""
     if folder.home is None:
-        yield None
-        return
+        return nullcontext()
     # beside the folder, because a push of the folder would replace a renewed lease by an older copy
     lease = take_lease(StoragePath(f"{folder.home}.lease.json", folder.home.options), LEASE_S)
     if not isinstance(lease, Lease):
         raise UserError(f"{lease} works on {folder.home.name}; wait for it, or until its lease expires")
-    try:
-        with lease:
-            yield lease
-    except LostLeaseError as error:
-        raise JobFailedError(f"{error}; the other process continues the search, and this one has ended") from error
-
-
-def _run_trials(
-    search: Search,
-    plan: SearchPlan,
-    folder: SearchFolder,
-    lease: Lease | None,
-    address: str | None,
-    retry_failed: bool,
-) -> list[TrialRecord]:
-    """Runs the trials that have not ended, and returns all. Raises KeyboardInterrupt if Ctrl-C has ended Ray Tune."""
-    from raycap.jobs.tune.tuner import Progress, make_tuner
-
-    _start_ray(search, address)
-    last: dict[str, TrialRecord] = {}  # by the trial's id
-
-    def on_change(record: TrialRecord) -> None:
-        before = last.get(record.trial_id)
-        last[record.trial_id] = record
-        if before != record:
-            logger.info(trial_line(search, record))
-        if before is None or (before.state, before.run) != (record.state, record.run):
-            with suppress(OSError):  # an outage of the storage must not end Ray Tune's loop; the end writes all trials
-                folder.write([record], are_members=search.is_population)
-
-    Progress.on_change = staticmethod(on_change)
-    Progress.on_step = staticmethod(lambda: None if lease is None else lease.check_last_renewal())
-    tuner = make_tuner(search, plan, folder, _concurrent(search), retry_failed)
-    handler = signal.getsignal(signal.SIGINT)
-    tuner.fit()
-    # Ray Tune replaces the handler of Ctrl-C, and restores it only when Ctrl-C has ended the experiment.
-    is_interrupted = signal.getsignal(signal.SIGINT) == handler
-    signal.signal(signal.SIGINT, handler)
-    if lease is not None:
-        lease.check()
-    if is_interrupted:
-        raise KeyboardInterrupt
-    folder.write(Progress.ended, are_members=search.is_population)
-    return Progress.ended
-
-
-def _concurrent(search: Search) -> int | None:
-    """The most trials at a time. None lets Ray Tune run as many as there are resources.
-
-    A trial on several workers waits in a process of its own for these workers, so that only as many trials may start as
-    the present nodes can hold.
-    """
-    import ray
-
-    limit, per_trial = search.config.budget.concurrent, search.config.resources
-    if per_trial.workers == 1:
-        return limit
-    resources = ray.cluster_resources()
-    fitting = [
-        int(resources.get(name, 0) / (amount * per_trial.workers)) for name, amount in search.bundle.items() if amount
-    ]
-    return max(1, min([*fitting, *([limit] if limit else [])]))
+    return lease
 
 
 def _log_plan(search: Search, folder: SearchFolder) -> None:
-    """Logs the size of the search and, when it resumes, its progress."""
-    config, num_trials = search.config, search.num_trials
+    """Logs the size of the search."""
+    config = search.config
     logger.info(f"search    {folder.path.name}  in {folder.root}")
     size = "infinitely many" if math.isinf(search.space.size) else f"{search.space.size:.0f}"
-    trials = "trials until the time is over" if num_trials is None else f"{num_trials} trials"
+    trials = "" if config.budget.trials is None else f", {config.budget.trials} trials"
     seeds = f" with {len(config.seeds)} seeds" if len(config.seeds) > 1 else ""
-    logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}, {trials}{seeds}")
-    scheduler = f"; {config.scheduler.describe()}" if config.scheduler else ""
+    logger.info(f"space     {', '.join(search.space.keys)}: {size} points; {config.algorithm}{trials}{seeds}")
+    scheduler = f"; scheduler {config.scheduler.name}" if config.scheduler else ""
     logger.info(f"trial     {', '.join(search.stages)}, {search.total_epochs():g} epochs{scheduler}")
     logger.info(f"scores    {selection_note(search)}")
     if config.scheduler and len(config.seeds) > 1:
         logger.warning("a scheduler stops single seeds of a point, so that means over the other seeds are too high")
-    if records := folder.records():
-        logger.info(f"continues with {count(records, *ENDED)} of {len(records)} trials done")
 
 
 def _start_ray(search: Search, address: str | None) -> None:

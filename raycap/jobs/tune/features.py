@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from raycap.jobs.extract import initial_weights
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import StartRay, extract_features
@@ -18,8 +18,7 @@ from raycap.pipeline.storage.weights import export_backbone, weights_file_digest
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class BackboneSource:
+class BackboneSource(NamedTuple):
     """Two files with the same backbone: `weights` as runs store it, `start` with timm's names.
 
     Trials start from `start`, so that trials with different seeds share one backbone.
@@ -34,10 +33,10 @@ def find_backbone(search: Search, dataset: Dataset) -> BackboneSource | None:
 
     Raises UserError if it is that of a run of the base configuration and no such run has trained it.
     """
-    base, config = search.base, search.base
+    base, name = search.base, search.config.backbone
     if not base.has_backbone:
         return None
-    if search.config.backbone == "run":
+    if name == "run":
         run = open_run(base, dataset.fingerprint())
         trained = [stage for stage in base.stages if stage.train_backbone]
         if not all(run.result(stage.name) for stage in trained):
@@ -46,11 +45,18 @@ def find_backbone(search: Search, dataset: Dataset) -> BackboneSource | None:
                 "train it first with `raycap run`, with --set for what the search sets, or set backbone to base"
             )
         logger.info(f"backbone  from the run {run.run_id}")
-        return _source(run.weights_after(trained[-1], "backbone"), base)
-    if search.config.backbone != "base":
-        path = Path(search.config.backbone).expanduser()
-        config = base.model_copy(update={"backbone": replace(base.backbone, weights=str(path.resolve()))})
-    return _source(initial_weights(config, base.working_path / "backbones"), base)
+        weights = run.weights_after(trained[-1], "backbone")
+    else:
+        file = base.backbone.weights if name == "base" else str(Path(name).expanduser().resolve())
+        config = base.model_copy(update={"backbone": replace(base.backbone, weights=file)})
+        weights = initial_weights(config, base.working_path / "backbones")
+    start = base.working_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
+    if not start.is_file():
+        export_backbone(weights, start)
+    stored = base.storage_place / f"backbones/{start.name}"
+    if stored.is_remote and not stored.exists():
+        stored.upload(start)
+    return BackboneSource(weights, str(stored))
 
 
 def require_backbone_file(search: Search) -> None:
@@ -68,17 +74,6 @@ def require_backbone_file(search: Search) -> None:
             raise UserError("backbone is run, and no stage of the base configuration trains it; set it to base")
     elif not (path := Path(weights).expanduser()).is_file():
         raise UserError(f"backbone: {path} is no file; give a file, base or run")
-
-
-def _source(weights: Path, base: RunConfig) -> BackboneSource:
-    """The source with these weights, which are exported under timm's names unless an earlier search did so."""
-    start = base.working_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
-    if not start.is_file():
-        export_backbone(weights, start)
-    stored = base.storage_place / f"backbones/{start.name}"
-    if stored.is_remote and not stored.exists():
-        stored.upload(start)
-    return BackboneSource(weights, str(stored))
 
 
 def extract_once(

@@ -23,7 +23,6 @@ from raycap.pipeline.search.spec import Search
 
 SEED = "seed"  # the key of a trial's seed in the configuration that Ray Tune passes to it
 MAX_REPEATED_DRAWS = 20  # after this many known points in a row, an untried one is taken in the order of the space
-MAX_LISTED_POINTS = 100_000  # larger spaces are not searched for an untried point
 
 
 @dataclass
@@ -43,7 +42,7 @@ class PointSearcher(OptunaSearch):
     def __init__(self, search: Search, earlier: Sequence[Values] = ()) -> None:
         """earlier: the points of this search's earlier experiments, which are proposed first."""
         super().__init__(
-            {dimension.key: distribution(dimension) for dimension in search.space.dimensions},
+            {key: distribution(dimension) for key, dimension in search.space.dimensions.items()},
             metric=list(search.config.objectives),
             mode=list(search.config.objectives.values()),
             points_to_evaluate=list(earlier),
@@ -67,7 +66,7 @@ class PointSearcher(OptunaSearch):
         return {**point, SEED: seed}
 
     def _new_point(self) -> Values | None:
-        """A point that was not proposed before. None if there is none, or if a very large space seems used up."""
+        """A point that was not proposed before; None if there is none."""
         for _ in range(MAX_REPEATED_DRAWS):
             self.num_draws += 1
             draw_id = f"draw-{self.num_draws}"
@@ -77,13 +76,10 @@ class PointSearcher(OptunaSearch):
                 self.points[point_key(point)] = _Point(draw_id)
                 return point
             self._tell(draw_id, known)  # Optuna gets the result of the earlier proposal
-        if self.space.size > MAX_LISTED_POINTS:
-            return None
-        for point in self.space.points():
-            if point_key(point) not in self.points:
-                self.points[point_key(point)] = _Point("")
-                return point
-        return None
+        untried = next((point for point in self.space.points() if point_key(point) not in self.points), None)
+        if untried is not None:
+            self.points[point_key(untried)] = _Point("")
+        return untried
 
     def on_trial_result(self, trial_id: str, result: Values) -> None:
         """Ignores a validation. Only the end of a point's trials counts."""

@@ -1,8 +1,8 @@
 """A captioner as two functions of tensors, which can be exported: an encoder, and one step of the decoder.
 
 The encoder computes once what all steps need of the images: the keys and values of each decoder layer's
-cross-attention, and a bias if images have padding. A step reads this result and the decoder's cache, and returns
-log-probabilities and the cache with one more token.
+cross-attention. A step reads this result and the decoder's cache, and returns log-probabilities and the cache with one
+more token.
 
 Shapes: B images, K beams per image, R = B*K rows (row b*K+k is beam k of image b), P rows of the step before,
 t tokens in the cache before the step, N image tokens, V vocabulary.
@@ -22,11 +22,11 @@ from raycap.models.base import Features
 from raycap.models.captioner import Captioner
 from raycap.models.clustformer import ClusterCache, ClustFormer, MaskTokenClustFormer
 from raycap.models.decoding.cache import RowSlots, TreeCache
-from raycap.models.layers import EncoderDecoder, cross_bias
+from raycap.models.layers import EncoderDecoder
 
 # Sizes of the example tensors. All sizes differ, so that the exporter cannot mistake one dimension for another. No size
 # is 0 or 1, because torch.export would take these sizes for constants.
-IMAGES, BEAMS, CACHED_ROWS, LENGTH, IMAGE_TOKENS = 2, 3, 5, 4, 7
+IMAGES, BEAMS, CACHED_ROWS, LENGTH = 2, 3, 5, 4
 
 
 @dataclass(frozen=True)
@@ -39,60 +39,34 @@ class GraphTensor:
 
 
 class EncoderGraph(nn.Module):
-    """Computes what the steps need from pixels (B, 3, H, W), or from features (B, N, C), lengths (B,) and boxes.
+    """Computes what the steps need from pixels (B, 3, H, W) float32.
 
-    Only models that need boxes (B, N, 4) have them as an input. Pixels, features and boxes are float32, lengths int64.
-    The result is key_I and value_I (B, ..., H, N, D / H) for each decoder layer I, and for models of features also
-    `bias` (B, 1, 1, N), which hides the padding. Raises ValueError for a model without encoder and decoder layers.
+    The result is key_I and value_I (B, ..., H, N, D / H) for each decoder layer I. Raises ValueError for a captioner
+    without a backbone.
     """
 
     def __init__(self, captioner: Captioner) -> None:
         super().__init__()
-        model = captioner.model
-        if not isinstance(model, EncoderDecoder):
-            raise ValueError(f"{type(model).__name__} has no encoder and decoder layers, and cannot be exported")
-        self.captioner, self.model = captioner, model
+        if captioner.backbone is None:
+            raise ValueError("a captioner without a backbone cannot be exported")
+        self.captioner, self.model = captioner, cast(EncoderDecoder, captioner.model)
+        self.side = captioner.backbone.config.image_size
 
-    @property
-    def max_image_tokens(self) -> int | None:
-        """The largest N, for a model that pads its image tokens to a fixed number, or None if there is no limit."""
-        return getattr(self.model.config, "attended_regions", None)
-
-    def inputs(self, images: int = IMAGES, image_tokens: int = IMAGE_TOKENS) -> list[GraphTensor]:
-        """Returns the inputs with random examples (torch's default generator)."""
-        if self.captioner.backbone is not None:
-            side = self.captioner.backbone.config.image_size
-            return [GraphTensor("image", torch.randn(images, 3, side, side), {0: "images"})]
-        count = min(image_tokens, self.max_image_tokens or image_tokens)
-        dims = {0: "images", 1: "image_tokens"}
-        lengths = torch.randint(1, count + 1, (images,))
-        found = [
-            GraphTensor("features", torch.randn(images, count, self.model.sizes.feature_width), dims),
-            GraphTensor("lengths", lengths, {0: "images"}),
-        ]
-        if self.model.config.needs_boxes:
-            found.append(GraphTensor("boxes", torch.rand(images, count, 4), dims))
-        return found
+    def inputs(self, images: int = IMAGES) -> list[GraphTensor]:
+        """Returns the input with random pixels (torch's default generator)."""
+        return [GraphTensor("image", torch.randn(images, 3, self.side, self.side), {0: "images"})]
 
     @torch.no_grad()
     def outputs(self) -> list[GraphTensor]:
-        """Returns the tensors of the result. Two runs that differ in N show which of their dimensions depend on N."""
-        first = self(*(each.example for each in self.inputs(image_tokens=7)))
-        second = self(*(each.example for each in self.inputs(image_tokens=6)))
+        """Returns the tensors of the result."""
         names = [f"{kind}_{index}" for index in range(len(self.model.decoder)) for kind in ("key", "value")]
-        if len(first) > len(names):
-            names.append("bias")
-        return [
-            GraphTensor(name, each, {0: "images"} | _changed(each, other, "image_tokens"))
-            for name, each, other in zip(names, first, second, strict=True)
-        ]
+        found = self(self.inputs()[0].example)
+        return [GraphTensor(name, each, {0: "images"}) for name, each in zip(names, found, strict=True)]
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
-        features = Features(inputs[0].to(self.model.lm_head.weight.dtype), *inputs[1:])
-        memory = self.captioner.encode(features)
-        found = [part.contiguous() for layer in self.model.decoder for part in layer.project(memory.states)]
-        bias = cross_bias(memory)
-        return found if bias is None else [*found, bias]
+        (pixels,) = inputs
+        memory = self.captioner.encode(Features(pixels.to(self.model.lm_head.weight.dtype)))
+        return [part.contiguous() for layer in self.model.decoder for part in layer.project(memory.states)]
 
 
 class StepGraph(nn.Module):
@@ -117,9 +91,10 @@ class StepGraph(nn.Module):
         _, second = self._step(tokens, memory, first)
         found = []
         for name, each in first.items():
-            grows = _changed(each, second[name], "length")
-            sizes = [LENGTH if index in grows else size for index, size in enumerate(each.shape)]
-            example = each.new_zeros([CACHED_ROWS, *sizes[1:]])
+            sizes = zip(each.shape, second[name].shape, strict=True)
+            grows = {index: "length" for index, (one, other) in enumerate(sizes) if index and one != other}
+            shape = [LENGTH if index in grows else size for index, size in enumerate(each.shape)]
+            example = each.new_zeros([CACHED_ROWS, *shape[1:]])
             found.append(GraphTensor(name, example, {0: "cached_rows"} | grows))
         return found
 
@@ -159,7 +134,7 @@ class StepGraph(nn.Module):
         length = next(iter(cached.values())).shape[1] if cached else 0
         cross = [(memory[f"key_{index}"], memory[f"value_{index}"]) for index in layers]
         path = torch.arange(length, device=tokens.device).expand(rows, 1, -1)
-        cache = TreeCache(rows, 1, cross, memory.get("bias"), list(slots), path, length, length)
+        cache = TreeCache(rows, 1, cross, None, list(slots), path, length, length)
         logits, cache = self.model.step(tokens.flatten(), self._with_clusters(cache, cached))
         new = {f"{index}_{name}": each for index in layers for name, each in slots[index].cached.items()}
         if isinstance(cache, ClusterCache):
@@ -179,9 +154,3 @@ class StepGraph(nn.Module):
         sums = [F.pad(cached.get(f"{index}_sums", empty), (1, 0)) for index in layers]
         rows = [cached.get(f"{index}_row", empty) for index in layers]
         return ClusterCache(**vars(cache), sums=sums, rows=rows, window=self.model.config.window)
-
-
-def _changed(first: Tensor, second: Tensor, name: str) -> dict[int, str]:
-    """Returns {dimension: name} for the dimensions, except 0, in which the sizes of two tensors differ."""
-    pairs = zip(first.shape, second.shape, strict=True)
-    return {index: name for index, (one, other) in enumerate(pairs) if index and one != other}

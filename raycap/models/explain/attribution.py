@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,64 +67,18 @@ def cross_attention(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tens
     return torch.stack(weights)
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """How much each image token adds to the log-probability of each word."""
-
-    values: Tensor  # (W, N) float64, in nats, summed over channels; above 0 where a token makes the word more probable
-    change: Tensor  # (W,), log p at the features minus log p at all-zero features
-
-    def shares(self) -> Tensor:
-        """Returns each word's values (W, N) divided by the absolute value of their sum, unless the sum is 0.
-
-        The paper takes means over channels instead of sums, which gives the same shares. The sum's absolute value is
-        used, so that values keep their signs if the whole image makes a word less probable.
-        """
-        total = self.values.sum(1, keepdim=True).abs()
-        return self.values / torch.where(total > 0, total, 1.0)
-
-    def head(self, words: int) -> Attribution:
-        """Returns the attribution of the first `words` words."""
-        return Attribution(self.values[:words], self.change[:words])
-
-
-def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor, steps: int = STEPS) -> Attribution:
+def integrated_gradients(model: CaptionModel, features: Features, tokens: Tensor, steps: int = STEPS) -> Tensor:
     """Attributes every word of one caption, tokens (T,) with SOS, to one image's features (1, N, C).
 
-    steps: the number of points on the line. Each group of ROWS points takes one forward pass, and one backward pass per
-    word, so that memory does not grow with the number of steps.
+    Returns how much each image token adds to the log-probability of each word, (W, N) float64, in nats and summed over
+    channels. The values are above 0 where a token makes the word more probable. steps: the number of points on the
+    line. Each group of ROWS points takes one forward pass, and one backward pass per word, so that memory does not grow
+    with the number of steps.
     """
     # inference mode is turned off, because the caller may have turned it on, and its tensors get no gradient
     with evaluating(model), torch.inference_mode(False):
-        line = _Line(model, features, tokens.clone())
-        return Attribution(line.integrate(steps), line.change)
-
-
-class _Line:
-    """The line from zeros to one image's features, and the log-probabilities of the words on it.
-
-    end: the features (N, C). change: the difference (W,) of the log-probabilities between both ends of the line.
-    """
-
-    def __init__(self, model: CaptionModel, features: Features, tokens: Tensor) -> None:
-        self.model, self.tokens = model, tokens
-        self.image = map_tensors(features, lambda tensor: tensor.detach().clone())
-        self.end = self.image.tokens[0].to(next(model.parameters()).dtype)
-        with torch.no_grad():
-            log_probs = self.log_probs(torch.stack((torch.zeros_like(self.end), self.end))).double()
-        self.change = log_probs[1] - log_probs[0]
-
-    def log_probs(self, features: Tensor) -> Tensor:
-        """Returns log-probabilities (R, W) of the caption's words by a teacher-forced pass over features (R, N, C)."""
-        rows = features.shape[0]
-        image = map_tensors(self.image, lambda tensor: tensor.expand(rows, *tensor.shape[1:]))
-        logits = self.model(replace(image, tokens=features), self.tokens[:-1].expand(rows, -1))
-        log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        return log_probs.gather(2, self.tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
-
-    def integrate(self, steps: int) -> Tensor:
-        """Computes the integral (W, N) as a Gauss-Legendre sum over `steps` points."""
-        words, end = len(self.tokens) - 1, self.end
+        tokens, image = tokens.clone(), map_tensors(features, lambda tensor: tensor.detach().clone())
+        words, end = len(tokens) - 1, image.tokens[0].to(next(model.parameters()).dtype)
         places, weights = (torch.from_numpy(part).to(end.device) / 2 for part in np.polynomial.legendre.leggauss(steps))
         points = (places + 0.5).to(end.dtype)  # from [-1, 1] to [0, 1]
         values = torch.zeros(words, len(end), dtype=torch.float64, device=end.device)
@@ -132,8 +86,30 @@ class _Line:
             inputs = (point[:, None, None] * end).requires_grad_()
             with torch.enable_grad():
                 # rows do not affect each other, so that the gradient of their sum has each row's own gradient
-                log_probs = self.log_probs(inputs).sum(0)
+                log_probs = _log_probs(model, image, inputs, tokens).sum(0)
             for word in range(words):
                 (gradient,) = torch.autograd.grad(log_probs[word], inputs, retain_graph=word + 1 < words)
                 values[word] += weight @ (gradient * end).sum(2, dtype=torch.float64)
         return values
+
+
+def _log_probs(model: CaptionModel, image: Features, features: Tensor, tokens: Tensor) -> Tensor:
+    """Returns log-probabilities (R, W) of the caption's words by a teacher-forced pass over features (R, N, C).
+
+    image: the lengths and boxes of one image, which hold for all R rows.
+    """
+    rows = features.shape[0]
+    expanded = map_tensors(image, lambda tensor: tensor.expand(rows, *tensor.shape[1:]))
+    logits = model(replace(expanded, tokens=features), tokens[:-1].expand(rows, -1))
+    log_probs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return log_probs.gather(2, tokens[1:].expand(rows, -1)[:, :, None])[:, :, 0]
+
+
+def shares(values: Tensor) -> Tensor:
+    """Returns each word's values (W, N) divided by the absolute value of their sum, unless the sum is 0.
+
+    The paper takes means over channels instead of sums, which gives the same shares. The sum's absolute value is used,
+    so that values keep their signs if the whole image makes a word less probable.
+    """
+    total = values.sum(1, keepdim=True).abs()
+    return values / torch.where(total > 0, total, 1.0)

@@ -94,7 +94,6 @@ def wait_for(
     stage: str,
     *,
     limit_s: float,
-    limit_name: str = "workers.max_wait_minutes",
     remedy: str = REMEDY,
 ) -> None:
     """Waits until the cluster can serve all requests of a stage at the same time.
@@ -102,8 +101,7 @@ def wait_for(
     The requests form one placement group, so that an autoscaler starts all missing nodes together. While it waits, the
     function logs what is pending, at once and then every 30 s. Raises WaitedTooLongError after `limit_s` seconds.
 
-    requests: the resources of each process of the stage. limit_name: the key of the limit in the configuration, for the
-    error. remedy: what a user can lower, for the error.
+    requests: the resources of each process of the stage. remedy: what a user can lower, for the error.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -115,8 +113,8 @@ def wait_for(
             status, now = cluster_status(), time.monotonic()
             if now - begin > limit_s:
                 raise WaitedTooLongError(
-                    f"{clause}, which the cluster did not provide within {limit_name} "
-                    f"({limit_s / 60:g} min); {status.text}; {remedy}"
+                    f"{clause}, which the cluster did not provide within {limit_s / 60:g} min "
+                    f"(workers.max_wait_minutes of a configuration); {status.text}; {remedy}"
                 )
             if now - last_message > MESSAGE_EVERY_S:
                 logger.info(f"waiting   {clause}; {status.text}; {now - begin:.0f} s so far")

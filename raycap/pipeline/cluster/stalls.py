@@ -37,20 +37,11 @@ class StallWatch:
 
     After two minutes without a call, a background thread logs the nodes and the pending requests every 30 s. After
     `workers.max_stall_minutes` the block ends with StalledError. The background thread ends it by a signal, because the
-    main thread waits inside Ray. limit_name: the key of the limit in the configuration, for the error. remedy: what to
-    do, for the error.
+    main thread waits inside Ray.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        workers: WorkersSection,
-        *,
-        limit_name: str = "workers.max_stall_minutes",
-        remedy: str = "the same command continues from what is finished",
-    ) -> None:
+    def __init__(self, stage: str, workers: WorkersSection) -> None:
         self.stage, self.limit_s = stage, 60 * workers.max_stall_minutes
-        self.limit_name, self.remedy = limit_name, remedy
         self._stop = threading.Event()
         self._error: StalledError | None = None
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
@@ -105,8 +96,8 @@ class StallWatch:
             idle_s = time.monotonic() - progress_at
             if idle_s > self.limit_s:
                 self._error = StalledError(
-                    f"{self.stage} finished nothing within {self.limit_name} ({self.limit_s / 60:g} min); "
-                    f"{situation()}; {self.remedy}"
+                    f"{self.stage} finished nothing within {self.limit_s / 60:g} min (workers.max_stall_minutes of a "
+                    f"configuration); {situation()}; the same command continues from what was stored"
                 )
                 if not self._stop.is_set():  # the block may have ended while `situation` asked the cluster
                     signal.pthread_kill(self._main_thread, SIGNAL)

@@ -36,7 +36,7 @@ MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
 AGENTS_S = 3.0  # how long Ray's agents have to end before they are killed
 
-Stage = Literal["images", "features", "dry run", "training", "captions"]
+Stage = Literal["features", "dry run", "training", "captions"]
 LARGEST: tuple[Stage, Stage] = ("training", "features")  # one of these stages needs the most resources
 
 
@@ -123,8 +123,6 @@ def check_address(address: str | None) -> None:
 def stage_resources(config: RunConfig, stage: Stage) -> list[dict[str, float]]:
     """The resources of each process that must run before a stage can make progress."""
     workers, features = config.workers, config.features
-    if stage == "images":
-        return [{"CPU": 1}]
     if stage == "features":
         actor = {"CPU": ACTOR_CPUS, "GPU": features.gpus_per_actor}
         return [*[actor] * features.least_actors, {"CPU": DECODING_CPUS}]
@@ -176,7 +174,10 @@ def _join(address: str) -> None:
 
 
 def _start_local_ray(num_cpus: int) -> None:
-    """Starts Ray here, for this user alone. Raises UserError if another user owns the folder for its files."""
+    """Starts Ray here, for this user alone.
+
+    Raises UserError if another user owns the folder for its files, and JobFailedError if Ray does not start in time.
+    """
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # children inherit the token, so no file needs it
         remember_variable("RAY_AUTH_TOKEN", token)
@@ -184,14 +185,20 @@ def _start_local_ray(num_cpus: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import ray
 
-    ray.init(
-        num_cpus=num_cpus,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _temp_dir=str(private_folder() / "ray"),
-    )
+    folder = private_folder() / "ray"
+    try:
+        ray.init(
+            num_cpus=num_cpus,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+        )
+    except Exception as error:  # Ray raises no narrower error after its limits, for example on a busy machine
+        raise JobFailedError(
+            f"Ray did not start ({one_line(error)}); repeat the command, or see the logs in {folder}/session_latest"
+        ) from error
     atexit.register(_shut_down)  # runs before Ray's own shutdown, because `ray` registered that earlier
 
 

@@ -36,6 +36,7 @@ from raycap.pipeline.storage.untrusted.documents import (
 )
 
 SectionType = TypeVar("SectionType")
+MAX_PARTS = 32  # of a dotted key; the longest keys have fewer than 10
 DATA_FILE_SECTIONS = ("data", "features", "evaluation")
 # pydantic's types of errors for a key that is missing, and for a key that the section does not have
 MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpected_keyword_argument")
@@ -76,15 +77,12 @@ def with_data(config: RunConfig, path: Path) -> RunConfig:
     return parse_config(merge(values, changes))
 
 
-def read_values(path: Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> Values:
-    """The plain values of a YAML file, with `extends`, overrides and `${VARIABLE}` resolved. Raises UserError.
-
-    is_stored: as in `expand_variables`.
-    """
+def read_values(path: Path, overrides: Sequence[str] = ()) -> Values:
+    """The plain values of a YAML file, with `extends`, overrides and `${VARIABLE}` resolved. Raises UserError."""
     values = read_file(path)
     for override in overrides:
         apply_override(values, override)
-    expanded: Values = expand_variables(values, is_stored=is_stored)
+    expanded: Values = expand_variables(values)
     return expanded
 
 
@@ -211,6 +209,8 @@ def set_value(data: Values, key: str, value: object, source: str) -> None:
     if key == "storage" and isinstance(value, str):
         key = "storage.uri"  # so that the server and the other keys of the storage remain
     *outer_parts, last_part = key.split(".")
+    if len(outer_parts) > MAX_PARTS:
+        raise UserError(f"{source} {shown(key)}: no key has more than {MAX_PARTS} parts; correct it")
     node: Any = data
     for part in outer_parts:
         index = _index(node, part, f"{source} {shown(key)}")

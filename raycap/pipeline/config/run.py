@@ -133,6 +133,10 @@ class RunConfig(Section):
                     "set it to false"
                 )
 
+    def with_compute_dtype(self, precision: str) -> Self:
+        """A copy with a precision in place of `features.compute_dtype`, for example in place of `auto`."""
+        return self.model_copy(update={"features": self.features.model_copy(update={"compute_dtype": precision})})
+
     @property
     def has_backbone(self) -> bool:
         """True if a backbone computes the features. Otherwise a detector's file `features.hdf5` contains them."""

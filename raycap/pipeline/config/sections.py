@@ -106,7 +106,7 @@ Minutes = Annotated[float, Field(gt=0, le=1e6), NUMBER]  # up to two years
 Cpus = Annotated[float, Field(ge=0.001, le=10_000), NUMBER]  # at least ten of the steps of 0.0001 in which Ray counts
 Gpus = Annotated[float, Field(ge=0, le=1000), NUMBER, AfterValidator(_check_gpus)]
 # the metrics in `pipeline.evaluation.scores.metrics.TABLE` that are not computed by default
-_OwnMetric = Literal["CIDEr-R", "CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4", "self-CIDEr"]
+_OwnMetric = Literal["CHAIR-i", "CHAIR-s", "Div-1", "Div-2", "mBLEU-4"]
 _EncoderMetric = Literal["CLIPScore", "RefCLIPScore", "PAC-S", "RefPAC-S", "BERTScore", "BERTScore-P", "BERTScore-R"]
 FurtherMetric = Literal[_OwnMetric, _EncoderMetric]
 RewardName = Literal["ciderd", "bleu1", "bleu2", "bleu3", "bleu4", "rouge_l", "length", "repetition"]
@@ -653,8 +653,8 @@ class EvaluationSection(Section):
     """Merge equal neighboring words into one, as the Meshed-Memory Transformer's code does before scoring."""
     batch_size: Annotated[BatchSize | None, Identity.IGNORED] = None
     """Images per search. By default 32 on a CPU and 256 on a GPU, or fewer if the GPU's memory does not suffice."""
-    precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    """With bfloat16 (autocast), a few captions differ. auto takes the faster one, measured once per storage."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """With bfloat16 (autocast), a few captions differ."""
     cuda_graph: Annotated[bool, Identity.IGNORED] = False
     """On a GPU, capture the search as a CUDA graph at the second batch of a shape, and replay it for later batches."""
     good_ciderd: Annotated[float, Field(gt=0, le=10), NUMBER] = 0.85

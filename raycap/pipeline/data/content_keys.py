@@ -2,9 +2,8 @@
 
 The manifest, a Parquet file, lists the size, tag and content key of each image. The tag is the file's modification
 time, or its ETag on S3. If size and tag are those of the manifest, the file counts as unchanged. An image in an archive
-or table has the size and tag of the archive or table. New files are read by threads of this process, or by the tasks of
-an extraction, which need the content anyway. The manifest is also written while images are read, so that a kill or an
-outage loses little work.
+or table has the size and tag of the archive or table. The manifest is also written while images are read, so that a
+kill or an outage loses little work.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +25,6 @@ import pyarrow.compute as pc
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import (
     PARTS,
-    UNREADABLE,
     ImageLocation,
     forget_row_groups,
     is_remote_image,
@@ -49,28 +46,8 @@ _LISTED_OBJECTS = 1000  # plus 10 per image: the most objects that are listed, a
 
 ENTRIES = pa.schema([("uri", pa.string()), ("size", pa.int64()), ("tag", pa.string())])
 MANIFEST = ENTRIES.append(pa.field("key", pa.string()))
-
-
-class HashedFiles(NamedTuple):
-    """Files that were read. numbers: (R,) int64, the files' positions in the argument of `HashFiles`, in any order.
-
-    keys: the sha256 of each file, or None if it cannot be read. reasons: {URI: why the file cannot be read}.
-    """
-
-    numbers: np.ndarray
-    keys: list[str | None]
-    reasons: dict[str, str]
-
-    @classmethod
-    def of_batch(cls, batch: dict[str, np.ndarray]) -> HashedFiles:
-        """The files in a batch of an extraction. batch: columns number, uri, key ("" if unreadable) and reason."""
-        is_bad = batch["key"] == ""
-        bad = zip(batch["uri"][is_bad], batch["reason"][is_bad], strict=True)
-        reasons = {str(uri): str(reason).removeprefix(f"{UNREADABLE}: ") for uri, reason in bad}
-        return cls(batch["number"], [str(key) or None for key in batch["key"]], reasons)
-
-
-# A function that reads and hashes the files at these URIs, each file once. Raises StorageError for an outage.
+# The sha256 of each of some files, or None if it cannot be read, and {URI: why the file cannot be read}.
+HashedFiles = tuple[list[str | None], dict[str, str]]
 HashFiles = Callable[[pa.Array, StorageOptions], Iterator[HashedFiles]]
 
 
@@ -78,14 +55,14 @@ def take_snapshot(
     dataset: Dataset,
     manifest: StoragePath | Path,
     options: StorageOptions = StorageOptions(),
-    hash_files: HashFiles | None = None,
+    hash_new: HashFiles | None = None,
     listing: pa.Table | None = None,
 ) -> tuple[Dataset, dict[str, str]]:
     """The data set with the content keys of readable images, and {URI: reason} for those that cannot be read.
 
-    manifest: the path of a table of MANIFEST, which is written if a file is new or has changed. hash_files: reads new
-    and changed files. If it is None, threads of this process read them. listing: sizes and tags that the caller knows
-    already, with the columns of ENTRIES, so that these files are not looked up again. Raises StorageError for an
+    manifest: the path of a table of MANIFEST, which is written if a file is new or has changed. hash_new: reads
+    these files; `hash_files` with the default size of the cache if it is None. listing: sizes and tags that the caller
+    knows already, with the columns of ENTRIES, so that these files are not looked up again. Raises StorageError for an
     outage.
     """
     forget_row_groups()
@@ -110,7 +87,7 @@ def take_snapshot(
 
     changed = np.flatnonzero(pc.and_(pc.invert(is_same), pc.is_valid(sizes)).to_numpy())
     if len(changed):
-        batches = (hash_files or hash_with_threads)(uris.take(pa.array(changed)), options)
+        batches = (hash_new or hash_files)(uris.take(pa.array(changed)), options)
         unreadable |= _set_keys(keys, changed, batches, write)
     column = pa.array(keys, pa.string()).take(pc.index_in(dataset.table["uri"], value_set=uris).combine_chunks())
     return dataset.with_column("key", column), unreadable
@@ -121,23 +98,22 @@ def _set_keys(
 ) -> dict[str, str]:
     """Sets the keys of changed files while they are hashed. Returns {URI: reason} of the files that cannot be read.
 
-    changed: the positions of these files in `keys`. write: writes the manifest, now and then and at the end.
+    changed: the positions of these files in `keys`. batches: from `hash_files`. write: writes the manifest, now and
+    then and at the end.
     """
     unreadable: dict[str, str] = {}
     num_hashed, write_at = 0, time.monotonic() + _WRITE_EVERY_S
     with progress("content keys", len(changed)) as advance:
-        for batch in batches:
-            keys[changed[batch.numbers]] = batch.keys
-            unreadable |= batch.reasons
-            num_hashed += len(batch.numbers)
-            advance(len(batch.numbers))
+        for hashed, reasons in batches:
+            keys[changed[num_hashed : num_hashed + len(hashed)]] = hashed
+            unreadable |= reasons
+            num_hashed += len(hashed)
+            advance(len(hashed))
             begin = time.monotonic()
             if begin > write_at:
                 write()
                 end = time.monotonic()
                 write_at = end + max(_WRITE_EVERY_S, (end - begin) / _WRITE_SHARE)
-    if num_hashed != len(changed):
-        raise RuntimeError(f"{num_hashed} of {len(changed)} files were hashed; repeat the command")
     write()
     return unreadable
 
@@ -199,12 +175,13 @@ def _list_objects(uris: Collection[str], options: StorageOptions) -> tuple[dict[
     return found, tuple(unfinished)
 
 
-def hash_with_threads(
+def hash_files(
     uris: pa.Array | pa.ChunkedArray, options: StorageOptions = StorageOptions(), cache_bytes: int | None = None
 ) -> Iterator[HashedFiles]:
-    """Reads and hashes files (`HashFiles`) with threads of this process. Images on S3 are cached on this machine.
+    """Reads and hashes files with threads of this process. Images on S3 are cached on this machine.
 
-    cache_bytes: the cache's size in bytes (`features.cache_gib`). If it is None, the default size is used.
+    cache_bytes: the cache's size in bytes (`features.cache_gib`). If it is None, the default size is used. Yields the
+    results of consecutive files. Raises StorageError for an outage.
     """
 
     def read(uri: str) -> tuple[str | None, str]:
@@ -227,4 +204,4 @@ def hash_with_threads(
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             found = list(pool.map(read, part))
         reasons = {uri: reason for uri, (key, reason) in zip(part, found, strict=True) if key is None}
-        yield HashedFiles(np.arange(start, start + len(part)), [key for key, _ in found], reasons)
+        yield [key for key, _ in found], reasons

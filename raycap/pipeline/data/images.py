@@ -340,16 +340,15 @@ def decode_batch(
 ) -> Values:
     """Decodes a batch with the columns key and uri, and adds two columns. Raises StorageError for an outage.
 
-    key: the expected sha256 of the file. A file with another sha256 counts as unreadable. If a key is None, it becomes
-    the file's sha256, or "" if the file cannot be read. If it is a key of `models.config.Views`, the pixels are those
-    of a random version of the image, by `augmentation`. Consecutive rows of one image are decoded once.
+    key: the expected sha256 of the file, or "" if it is unknown. A file with another sha256 counts as unreadable. If it
+    is a key of `models.config.Views`, the pixels are those of a random version of the image, by `augmentation`.
+    Consecutive rows of one image are decoded once.
     New column pixels: (B, H, W, 3) uint8 of the transform's size, black for an image that cannot be used. New column
     reason: why the image cannot be used, or "".
     """
     side = transform.image_size
     pixels = np.zeros((len(batch["key"]), side, side, 3), np.uint8)
-    keys = ["" if key is None else str(key) for key in batch["key"]]
-    uris = list(map(str, batch["uri"]))
+    keys, uris = list(map(str, batch["key"])), list(map(str, batch["uri"]))
     groups = [list(rows) for _, rows in itertools.groupby(range(len(uris)), lambda row: uris[row])]
 
     def decode(uri: str, rows: list[int]) -> str:
@@ -360,8 +359,6 @@ def decode_batch(
             digest = hashlib.sha256(data).hexdigest()
             if expected not in ("", digest):
                 return f"{UNREADABLE}: it changed while it was being extracted"
-            for row in rows:
-                keys[row] = keys[row] or digest
             image = decode_image(data, max_pixels)
             for row in rows:
                 pixels[row] = pixels_of(image, transform, augmentation, seed_of_key(keys[row]))
@@ -375,4 +372,4 @@ def decode_batch(
 
     found = _for_each(decode, 1, [uris[rows[0]] for rows in groups], groups)
     reasons = [reason for reason, rows in zip(found, groups, strict=True) for _ in rows]
-    return {**batch, "key": np.array(keys), "pixels": pixels, "reason": np.array(reasons)}
+    return {**batch, "pixels": pixels, "reason": np.array(reasons)}

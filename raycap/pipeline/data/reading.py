@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SourceSection
-from raycap.pipeline.data.content_keys import HashFiles, hash_with_threads, take_snapshot
+from raycap.pipeline.data.content_keys import hash_files, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
@@ -63,11 +63,11 @@ MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
-def find_data(config: RunConfig, hash_files: HashFiles | None = None) -> tuple[Dataset, dict[str, str]]:
-    """The data set with content keys, and {URI: reason} of unreadable images. hash_files: reads new files."""
+def find_data(config: RunConfig) -> tuple[Dataset, dict[str, str]]:
+    """The data set with content keys, and {URI: reason} of unreadable images."""
     dataset = read_data(config)
     build_vocabulary(dataset, config.data)  # raises UserError for an empty vocabulary before any image is read
-    return snapshot_of(dataset, config, hash_files)
+    return snapshot_of(dataset, config)
 
 
 def read_data(config: RunConfig) -> Dataset:
@@ -92,13 +92,11 @@ def data_root(config: RunConfig) -> str:
     return str(root) if remote is None else remote.uri
 
 
-def snapshot_of(
-    dataset: Dataset, config: RunConfig, hash_files: HashFiles | None = None, listing: pa.Table | None = None
-) -> tuple[Dataset, dict[str, str]]:
+def snapshot_of(dataset: Dataset, config: RunConfig, listing: pa.Table | None = None) -> tuple[Dataset, dict[str, str]]:
     """The data set with content keys, and {URI: reason} of images that cannot be read. Updates the manifest of keys.
 
-    hash_files: reads new files. listing: known sizes and tags (`take_snapshot`). With region features, the content keys
-    are made from the image ids, because the image files need not exist.
+    listing: known sizes and tags (`take_snapshot`). With region features, the content keys are made from the image ids,
+    because the image files need not exist.
     """
     if not config.has_backbone:
         return dataset.keyed_by_id(), {}
@@ -106,8 +104,8 @@ def snapshot_of(
     image_source = f"{root} {config.data.model_dump_json(include={'images', 'sources', 'synthetic'})}"
     name = hashlib.sha256(image_source.encode()).hexdigest()[:16]
     manifest = config.storage_place / f"manifests/{name}.parquet"
-    hash_files = hash_files or partial(hash_with_threads, cache_bytes=config.features.cache_bytes)
-    return take_snapshot(dataset, manifest, config.storage.options, hash_files, listing)
+    hash_new = partial(hash_files, cache_bytes=config.features.cache_bytes)
+    return take_snapshot(dataset, manifest, config.storage.options, hash_new, listing)
 
 
 def read_dataset(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Dataset:

@@ -56,8 +56,6 @@ MIN_IMAGES = 50  # 5 for each of 10 estimated numbers; so few are enough because
 L2 = 1.0  # the penalty on the squared weights of the standardized signals; biases have no penalty
 NUM_BINS = 10
 COVERAGES = tuple(percent / 100 for percent in range(5, 101, 5))
-RESAMPLES, INTERVAL = 1000, 0.95
-CHUNK_VALUES = 2**22  # A bootstrap draws at most this many image indices at once (about 64 MiB).
 
 
 class Judgement(NamedTuple):
@@ -235,12 +233,10 @@ class Bin(NamedTuple):
 
 
 class Risk(NamedTuple):
-    """The share of bad captions among the images with the highest confidence, with its interval from low to high."""
+    """The share of bad captions among the images with the highest confidence."""
 
     coverage: float  # the share of all images that are counted, above 0
     risk: float  # the share of captions that are not good
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -311,23 +307,13 @@ def reliability(confidences: np.ndarray, good: np.ndarray) -> tuple[Bin, ...]:
 
 
 def risk_coverage(confidences: np.ndarray, good: np.ndarray) -> tuple[Risk, ...]:
-    """The risk at COVERAGES (Geifman and El-Yaniv 2017, arXiv 1705.08500, eq. 1 and 2) with percentile intervals.
+    """The risk at COVERAGES (Geifman and El-Yaniv 2017, arXiv 1705.08500, eq. 1 and 2).
 
     Of n images, the ceil(coverage * n) with the highest confidence are covered. Among images with equal confidence, the
-    first ones are covered. The bootstrap draws n images with replacement, RESAMPLES times.
+    first ones are covered.
     """
     bad = ~good[np.argsort(-confidences, kind="stable")]  # sorted by confidence, the highest first
-    num_images = len(bad)
     # 1e-9 keeps rounding errors from covering one more image
-    covered = np.array([math.ceil(coverage * num_images - 1e-9) for coverage in COVERAGES])
-    generator = np.random.default_rng(0)
-    drawn_risks, chunk = [], max(1, CHUNK_VALUES // num_images)
-    for start in range(0, RESAMPLES, chunk):
-        shape = (min(chunk, RESAMPLES - start), num_images)
-        # Sorted positions keep the drawn images in the order of their confidence.
-        drawn = np.sort(generator.integers(0, num_images, shape), axis=1)
-        drawn_risks.append(np.cumsum(bad[drawn], axis=1)[:, covered - 1] / covered)
-    tail = (1 - INTERVAL) / 2
-    low, high = np.quantile(np.concatenate(drawn_risks), [tail, 1 - tail], axis=0)
+    covered = np.array([math.ceil(coverage * len(bad) - 1e-9) for coverage in COVERAGES])
     risks = np.cumsum(bad)[covered - 1] / covered
-    return tuple(Risk(*map(float, row)) for row in zip(COVERAGES, risks, low, high, strict=True))
+    return tuple(Risk(*row) for row in zip(COVERAGES, risks.tolist(), strict=True))

@@ -57,8 +57,7 @@ from raycap.pipeline.evaluation.scores.metrics import (
     score_captions,
     why_unavailable,
 )
-from raycap.pipeline.features.extraction import Extracted, extract_features, hash_and_extract
-from raycap.pipeline.features.precision import with_search_precision
+from raycap.pipeline.features.extraction import Extracted, extract_features
 from raycap.pipeline.features.regions import import_regions
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
@@ -78,14 +77,12 @@ SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image i
 class Options:
     """The optional arguments of `evaluate`.
 
-    training: the images whose captions the models have learned, to compute the share of captions seen in training.
     constraints: a file of words that captions must contain, except in the splits `unconstrained`. metrics: if any are
-    given, only these metrics are computed, without alignment and confidence. captions: the captions of an earlier
-    attempt, which are scored instead of new ones. keep: a function that is called with new captions before they are
-    scored, so that they can be saved in case scoring fails.
+    given, only these metrics are computed, without a confidence. captions: the captions of an earlier attempt, which
+    are scored instead of new ones. keep: a function that is called with new captions before they are scored, so that
+    they can be saved in case scoring fails.
     """
 
-    training: Dataset | None = None
     constraints: Path | None = None
     unconstrained: Sequence[str] = ()
     metrics: tuple[str, ...] = ()
@@ -107,7 +104,7 @@ def evaluate(
     but not scored. Raises UserError if the constraints do not fit the images or the vocabulary.
     """
     automata = find_automata(bundles[0], images, options)
-    settings = with_search_precision(common_settings(settings, bundles), address)
+    settings = common_settings(settings, bundles)
     protocol = protocol_of(bundles, settings, options)
     logger.info(f"protocol  {protocol.signature}")
     inputs = find_inputs(bundles, images, settings, address)
@@ -130,22 +127,19 @@ def evaluate(
     return scores if options.metrics else _with_confidence(scores, settings)
 
 
-def common_settings(
-    settings: RunConfig, bundles: Sequence[StoragePath], compared: Sequence[StoragePath] = ()
-) -> RunConfig:
+def common_settings(settings: RunConfig, bundles: Sequence[StoragePath]) -> RunConfig:
     """The settings with which all of these bundles are evaluated.
 
     Search keys that `settings` do not set come from the bundles' protocols. `evaluation.max_length` is lowered to the
-    smallest number of positions of the models. compared: other models, which caption with the same settings even if
-    their protocols record different ones. Raises UserError if the bundles record different searches, and if the search
-    does not fit the language or the tokenizer of a bundle.
+    smallest number of positions of the models. Raises UserError if the bundles record different searches, and if the
+    search does not fit the language or the tokenizer of a bundle.
     """
     search = search_settings(settings.evaluation, [_recorded(bundle) for bundle in bundles])
-    # the update marks these keys as set, so that compared models do not use the values of their own protocols
+    # the update marks these keys as set, so that each model does not use the values of its own protocol
     search = search.model_copy(update={key: getattr(search, key) for key in SEARCH_KEYS})
-    for bundle in (*bundles, *compared):
+    for bundle in bundles:
         search.require_words(_recorded(bundle).language, vocabulary_of(bundle).tokenizer)
-    positions = min(max_positions(bundle) for bundle in (*bundles, *compared))
+    positions = min(max_positions(bundle) for bundle in bundles)
     if positions < search.max_length:
         logger.info(f"search    at most {positions} tokens, because a model has no more positions")
         search = search.model_copy(update={"max_length": positions})
@@ -222,12 +216,11 @@ def caption_scores(
     *,
     language: str | None = None,
     several: Mapping[Any, Sequence[str]] | None = None,
-    training: Dataset | None = None,
 ) -> MetricScores | None:
     """Scores captions with these metrics. Returns None if no image has both references and a caption.
 
-    captions: one per image, by image id. several: see `ScoreInputs`. training: see `Options`. language: the language of
-    the captions. If it is None, the settings decide.
+    captions: one per image, by image id. several: see `ScoreInputs`. language: the language of the captions. If it is
+    None, the settings decide.
     """
     references = {image: texts for image, texts in images.references().items() if texts and image in captions}
     if not references:
@@ -242,7 +235,6 @@ def caption_scores(
         metrics=metrics,
         language=language,
         inputs=inputs,
-        training_captions=training.texts() if training is not None and training.num_captions else None,
     )
 
 
@@ -253,8 +245,6 @@ def _scored(
     split = result.split
     if result.constraints is not None:
         logger.info(f"search    {split}: {result.constraints}")
-    if result.alignment is not None:
-        logger.info(f"search    {split}: alignment of words and patches {result.alignment:.3f}")
     data = settings.data
     is_test = split in data.test_splits or split != data.val_split  # a validation split may also be a test split
     scores = caption_scores(
@@ -264,7 +254,6 @@ def _scored(
         settings,
         language=protocol.language,
         several=result.several,
-        training=options.training,
     )
     hits: dict[int, bool] = {}
     if scores is not None and data.synthetic is not None:
@@ -346,8 +335,7 @@ def _extracted(
     start, transform = partial(start_extraction, config, address), bundle.transform
     weights = keep_weights(backbone, config.working_path / "backbones")
     if every.table["key"].null_count == len(every):
-        hash_files = hash_and_extract(config, lambda: weights, start, transform)
-        every, reasons = snapshot_of(every, config, hash_files)
+        every, reasons = snapshot_of(every, config)
         unreadable |= reasons
     return every, extract_features(config, every, weights, start, unreadable, transform)
 
@@ -374,7 +362,7 @@ def _new_captions(
     has_every_image = len(tasks[largest].images) == num_images
     if has_every_image and all(each == automata[largest] for each in automata.values()):
         tasks = {largest: tasks[largest]}
-    found = caption_on_cluster(models, tasks, settings, with_values=not options.metrics)
+    found = caption_on_cluster(models, tasks, settings, with_signals=not options.metrics)
     captions = {image: each for part in found.splits.values() for image, each in part.items()}
     num_captioned = sum(not each.error for each in captions.values())
     captions |= {image: ImageCaption(error=reason) for image, reason in inputs.unreadable.items()}

@@ -39,24 +39,22 @@ class RankedCaption:
 
     log_prob: the sum of the log-probabilities of its tokens in nats, EOS included. tokens: the texts of its tokens,
     words or pieces of words, without EOS. ids: the ids of its tokens with padding, and with EOS unless the length limit
-    cut the caption off. alignment: the agreement of words and image tokens (`captioning.search`), only for the best
-    caption of a single model. num_satisfied: how many of its image's constraints the caption satisfies, or None if the
-    image has no constraints. signals: the numbers from which the confidence is computed (`evaluation.confidence`), only
-    for the best caption.
+    cut the caption off. num_satisfied: how many of its image's constraints the caption satisfies, or None if the image
+    has no constraints. signals: the numbers from which the confidence is computed (`evaluation.confidence`), only for
+    the best caption.
     """
 
     caption: str
     log_prob: float
     tokens: tuple[str, ...] = ()
     ids: tuple[int, ...] = ()
-    alignment: float | None = None
     num_satisfied: int | None = None
     signals: tuple[float, ...] = ()
 
     def to_json(self) -> Values:
         """The caption's entry in an n-best file, without tokens and without values that were not computed."""
         entry: Values = {"caption": self.caption, "log_prob": self.log_prob}
-        computed = {"alignment": self.alignment, "num_satisfied": self.num_satisfied, "signals": self.signals or None}
+        computed = {"num_satisfied": self.num_satisfied, "signals": self.signals or None}
         return entry | {key: value for key, value in computed.items() if value is not None}
 
 
@@ -181,13 +179,6 @@ class SplitScores:
         return {image: each.signals for image, each in best.items() if each.signals}
 
     @property
-    def alignment(self) -> float | None:
-        """The mean alignment of the best captions, or None if no caption has an alignment."""
-        best = [each.n_best[0].alignment for each in self.images.values() if each.n_best]
-        values = [value for value in best if value is not None]
-        return sum(values) / len(values) if values else None
-
-    @property
     def values(self) -> dict[str, float | None]:
         """{metric: score}, with None for a metric that is unavailable."""
         return {} if self.scores is None else self.scores.values
@@ -223,7 +214,6 @@ class SplitScores:
         entry: Values = {
             "images": len(self.captions),
             "unreadable": self.unreadable,
-            "alignment": self.alignment,
             "constraints": None if self.constraints is None else self.constraints._asdict(),
             "published": [
                 {"name": row.name, "table": row.table, "scores": row.scores, "difference": difference}
@@ -239,7 +229,7 @@ class SplitScores:
 
     def flat(self) -> dict[str, float]:
         """The scores as the tracker and the model registry store them, with keys like "test_CIDEr-D"."""
-        values = self.values | {"main_object": self.main_object, "alignment": self.alignment}
+        values = self.values | {"main_object": self.main_object}
         return {f"{self.split}_{name}": value for name, value in values.items() if value is not None}
 
 

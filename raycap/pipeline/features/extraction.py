@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -28,7 +28,6 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.cluster.stalls import one_sentence, repeat_interrupted_tasks
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS, FeatureSection
-from raycap.pipeline.data.content_keys import HashedFiles, HashFiles, hash_with_threads
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.errors import UserError
@@ -99,25 +98,6 @@ def extract_features(
     assert weights is not None
     rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray, transform)
     return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
-
-
-def hash_and_extract(
-    config: RunConfig, weights: Callable[[], Path], start_ray: StartRay, transform: ImageTransform | None = None
-) -> HashFiles:
-    """Returns the function that reads and hashes new files for `find_data`.
-
-    Many files are read by an extraction on Ray, and few files by threads. With `features.views`, threads read all
-    files, because a view can only be computed when its content key is known. weights: returns the file of the
-    backbone's weights. weights and start_ray are only called for an extraction. transform: see `extract_features`.
-    """
-
-    def hash_files(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
-        if config.features.views or len(uris) <= config.features.max_images_for_tasks:
-            return hash_with_threads(uris, options, config.features.cache_bytes)
-        extractor = _extractor(config, weights(), start_ray, transform)
-        return hashing_extraction(uris, config.storage_place / "features", extractor, start_ray)
-
-    return hash_files
 
 
 def _extractor(
@@ -259,37 +239,11 @@ def extract(
     return folder, unusable
 
 
-def hashing_extraction(
-    uris: pa.Array, features: StoragePath | Path, extractor: Extractor, start_ray: StartRay
-) -> Iterator[HashedFiles]:
-    """Reads and hashes new files (see `HashFiles`), and stores the features of their images.
-
-    Each file is read once, on the cluster. An image that cannot be decoded gets a content key and no features. The
-    next call of `extract` lists this image in the quarantine. features: the folder of all stores.
-    """
-    folder = storage_path(features) / feature_key(extractor.describe())
-    known = np.sort(_key_numbers(FeatureStore(folder).keys.to_pylist()))
-    logger.info(f"features  {folder.name}: {len(uris)} new images are read, hashed and computed")
-    images = pa.table({"uri": uris, "number": np.arange(len(uris)), "key": pa.nulls(len(uris), pa.string())})
-    with start_ray() as progressed:
-        for batch in compute(images, folder, extractor, known):
-            yield HashedFiles.of_batch(batch)
-            progressed()
-
-
-def _key_numbers(content_keys: Sequence[str]) -> np.ndarray:
-    """The first 64 bits of content keys, as numbers (len(content_keys),) uint64."""
-    return np.array([int(key[:16], 16) for key in content_keys], np.uint64)
-
-
-def compute(
-    images: pa.Table, folder: StoragePath, extractor: Extractor, known: np.ndarray | None = None
-) -> Iterator[dict[str, np.ndarray]]:
+def compute(images: pa.Table, folder: StoragePath, extractor: Extractor) -> Iterator[dict[str, np.ndarray]]:
     """Computes the features of images with Ray Data and writes them to shards.
 
-    images: a table with the columns key and uri (see `decode_batch`). Further columns are kept. known: the sorted
-    numbers (`_key_numbers`) of stored images, which are not computed again, only needed if rows have no keys.
-    Yields the rows of each finished shard with a column reason, which is "" for an image whose features are stored.
+    images: a table with the columns key and uri (see `decode_batch`). Yields the rows of each finished shard with a
+    column reason, which is "" for an image whose features are stored.
     """
     import ray
     import ray.data
@@ -300,8 +254,6 @@ def compute(
     DataContext.get_current().execution_no_progress_timeout_s = -1  # no limit, because the caller watches for stalls
     settings = extractor.settings
     arguments = {"folder": folder, "extractor": extractor}  # of `ShardWriter`
-    if known is not None and len(known):
-        arguments["known"] = ray.put(known)
     if folder.is_remote:  # because workers on other machines cannot read this machine's file
         arguments["weights"] = ray.put(extractor.weights.read_bytes())
     uses_tasks = len(images) <= settings.max_images_for_tasks and not settings.gpus_per_actor
@@ -371,11 +323,8 @@ class ShardWriter:
     Several threads may call a writer. One more thread computes for all of them, while they hash and write their shards.
     """
 
-    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None, known: Any = None) -> None:
-        """weights: a reference to the bytes of `extractor.weights` in Ray's object store. If None, the file is read.
-
-        known: a reference to the array `known` of `compute`, or None.
-        """
+    def __init__(self, folder: StoragePath, extractor: Extractor, weights: Any = None) -> None:
+        """weights: a reference to the bytes of `extractor.weights` in Ray's object store. If None, the file is read."""
         import ray
 
         from raycap.pipeline.features.model_inputs import FeatureComputer
@@ -390,7 +339,6 @@ class ShardWriter:
             device_for(extractor.settings.gpus_per_actor),
             None if weights is None else ray.get(weights),
         ).result()
-        self.known = None if known is None else ray.get(known)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Writes the shard of a batch of `decode_batch`. Returns the batch without the pixels.
@@ -398,14 +346,7 @@ class ShardWriter:
         In the result, images whose features are not finite have a reason.
         """
         reasons = batch["reason"].astype(object)
-        is_wanted = reasons == ""
-        if self.known is not None:
-            # A file without a key gets the number 0, which does not matter, because its reason excludes it already.
-            numbers = _key_numbers([key or "0" for key in batch["key"].tolist()])
-            # A binary search, because `np.isin` would sort all stored numbers for each shard.
-            places = np.searchsorted(self.known, numbers)
-            is_wanted &= self.known[np.minimum(places, len(self.known) - 1)] != numbers
-        decoded = np.flatnonzero(is_wanted)
+        decoded = np.flatnonzero(reasons == "")
         keys = [str(key) for key in batch["key"][decoded]]
         if keys and not has_shard(self.folder, keys):  # an earlier attempt may have written the shard
             features, finite = self.thread.submit(self.features, batch["pixels"][decoded]).result()

@@ -63,18 +63,14 @@ ALIAS = "champion"  # the tracker's alias for the champion's version
 FoundData = tuple[Dataset, dict[str, str]]  # the result of `pipeline.data.reading.find_data`
 
 
-class Trained(NamedTuple):
-    """A finished run and its bundle, a local folder."""
-
-    run_id: str
-    bundle: Path
-
-
 class Work(Protocol):
     """The steps of a retraining that run on a cluster."""
 
-    def train(self, config: RunConfig, data: FoundData) -> Trained:
-        """Trains a model of this configuration on the data. If a run of it exists, resumes that run."""
+    def train(self, config: RunConfig, data: FoundData) -> Path:
+        """Trains a model of this configuration on the data. If a run of it exists, resumes that run.
+
+        Returns the local folder of its bundle, which has the run's id as its name.
+        """
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         """Captions and scores the images `part` with a bundle. files: the SHA-256 of each file of the bundle."""
@@ -168,15 +164,15 @@ class Retraining:
                 raise
             logger.info(f"bad data  {error}")  # the same configuration worked before, so the data is at fault
             return 1
-        trained = self._train(work, data.found)
+        bundle = self._train(work, data.found)
         self.lease.check()
         logger.info(f"step 4/5  comparison on {len(held.part)} held-out images")
-        name = trained.bundle.relative_to(self.config.working_path).as_posix()
-        challenger = BundleRecord(bundle=name, files=bundle_digests(trained.bundle), run_id=trained.run_id)
+        name = bundle.relative_to(self.config.working_path).as_posix()
+        challenger = BundleRecord(bundle=name, files=bundle_digests(bundle), run_id=bundle.name)
         scores = self._compare(work, challenger, held.part)
         self.lease.check()
         logger.info("step 5/5  decision")
-        return self._decide(data, held, trained.bundle, challenger, scores)
+        return self._decide(data, held, bundle, challenger, scores)
 
     def _last_listing(self) -> pa.Table | None:
         """The listing of the data at the last decision, or None if nothing was decided yet."""
@@ -216,8 +212,8 @@ class Retraining:
         update_tracker(self.config, self.state)
         return 0
 
-    def _train(self, work: Work, data: FoundData) -> Trained:
-        """Trains from the champion's weights, or from scratch if there is no champion."""
+    def _train(self, work: Work, data: FoundData) -> Path:
+        """Trains from the champion's weights, or from scratch if there is no champion. Returns the local bundle."""
         config, champion = self.config, self.state.champion
         if champion is None:
             logger.info("step 3/5  training: there is no champion yet, the first model becomes it")

@@ -3,8 +3,8 @@
 If the storage is on S3, a run has its original folder there (`RunFolder.home`). The driver and each machine with
 workers then open a local copy (`pipeline.storage.mirror`).
 
-Rank 0 of a stage writes stages/<stage>/ and the journal. In a trial of a search, rank 0 also writes the captions of the
-reported split. The driver writes everything else.
+Rank 0 of a stage writes stages/<stage>/ and the journal. The driver writes everything else. The process of a search's
+trial is a driver, and writes the finished trial to trial-<search>.json.
 
 runs/<run_id>/  config.yaml decisions.json run.json data.arrow vocabulary.json init/ stages/<stage>/ log/ predictions/
                 scores.json report.html COMPLETE.json
@@ -40,8 +40,8 @@ from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
 
 JOURNAL = "log/journal"
-# If one of these precisions is `auto`, a run chooses it once and stores the choice, so that resuming gives equal bits.
-DECISIONS, DECIDED = "decisions.json", (("features", "compute_dtype"), ("evaluation", "precision"))
+# If features.compute_dtype is `auto`, a run chooses it once and stores the choice, so that resuming gives equal bits.
+DECISIONS = "decisions.json"
 
 
 def try_lock(folder: Path) -> AbstractContextManager[bool]:
@@ -66,7 +66,7 @@ def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig |
 
 
 def stored_config(path: Path) -> RunConfig:
-    """The configuration that a run's folder stores, with the decided precisions in place of `auto`.
+    """The configuration that a run's folder stores, with the decided precision in place of `auto`.
 
     Raises DamagedError if a file cannot be read, and UserError if the configuration is not valid.
     """
@@ -84,12 +84,9 @@ def stored_config(path: Path) -> RunConfig:
 
 
 def with_decisions_of(config: RunConfig, earlier: RunConfig) -> RunConfig:
-    """A copy of `config` in which each precision `auto` is replaced by that of an earlier attempt at the run."""
-    for section, key in DECIDED:
-        own, kept = getattr(config, section), getattr(getattr(earlier, section), key)
-        if getattr(own, key) == "auto":
-            config = config.model_copy(update={section: own.model_copy(update={key: kept})})
-    return config
+    """A copy of `config` in which the precision `auto` is replaced by that of an earlier attempt at the run."""
+    is_open = config.features.compute_dtype == "auto"
+    return config.with_compute_dtype(earlier.features.compute_dtype) if is_open else config
 
 
 @dataclass(frozen=True)
@@ -160,16 +157,14 @@ class RunFolder:
         return RunFolder, (self.path, self.config.without_tracker(), self.home)
 
     def write_config(self) -> None:
-        """Writes config.yaml as the user wrote it, and the decided precisions to decisions.json.
+        """Writes config.yaml as the user wrote it, and the decided precision to decisions.json.
 
         config.yaml keeps the value `auto`, so that `raycap run` with this file is the same run. A file that already has
         the right content is not written.
         """
         written = self.written or self.config
-        decided = {}
-        for section, key in DECIDED:
-            if getattr(getattr(written, section), key) == "auto":
-                decided[section] = {key: getattr(getattr(self.config, section), key)}
+        is_open = written.features.compute_dtype == "auto"
+        decided = {"features": {"compute_dtype": self.config.features.compute_dtype}} if is_open else {}
         for name, text in ((DECISIONS, json.dumps(decided)), ("config.yaml", dump_config(written))):
             path = self.path / name
             if not path.is_file() or path.read_bytes() != text.encode():

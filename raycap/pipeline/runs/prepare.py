@@ -55,7 +55,7 @@ MAY_DIFFER = {"dropout", "expansion_dropout", "max_positions"}
 def prepare(config: RunConfig, data: tuple[Dataset, dict[str, str]] | None = None) -> RunFolder:
     """Returns the folder of the run that a configuration and its data identify. Creates a missing folder.
 
-    data: the result of `find_data`, for a process that prepares many runs on the same data. By default, reads the data.
+    data: the result of `find_data`. By default, reads the data.
 
     Unreadable images are left out. Raises UserError if the data cannot be used for training, or if more than
     `data.max_bad_fraction` of the images cannot be read.

@@ -33,6 +33,7 @@ class Context(Protocol):
     world_size: int
     device: torch.device
     control_group: dist.ProcessGroup | None  # for small CPU tensors and objects. None: torch's default group
+    reads_checkpoints: bool = False  # whether `report` reads the checkpoint of its validation, which is written before
 
     def report(self, metrics: Values) -> None:
         """Sends metrics to the driver. All ranks must call this together, because they wait for each other."""
@@ -58,7 +59,7 @@ class LocalContext(Context):
         pass
 
 
-class RayContext:
+class RayContext(Context):
     """The context of a worker of Ray Train, which has already set up the process group.
 
     `has_notice` is True after this process got SIGTERM, which does not end the process, or when Ray drains the node of

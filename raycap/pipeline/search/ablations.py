@@ -7,139 +7,90 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 from raycap.models.captioner import TABLE_6_IMAGES
 from raycap.models.config import ModelConfig, Values
-from raycap.pipeline.evaluation.comparison.published import PublishedRow, PublishedTable, published_tables
-from raycap.pipeline.evaluation.reports.tables import Table
-from raycap.pipeline.search.results import SPREAD_TEXT, PointResult, difference_note, format_cell, heading
-from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.evaluation.comparison.published import PublishedTable, published_tables
+from raycap.pipeline.evaluation.reports.tables import Rows, Table
+from raycap.pipeline.search.results import PointResult, SearchResults, format_cell, heading
+from raycap.pipeline.search.spec import SCORE
 
 COSTS_SHOWN = ("macs_executed", "parameters")
 NOTE = (
-    "Ours: means over seeds of the split {split}. The paper's: {protocol}. +/- is the difference to the row "
-    f"{{baseline}}; ± is {SPREAD_TEXT}."
+    "Ours: means over seeds of the split {split}. The paper's: {protocol}. +/- is the difference to the row {baseline}."
 )
-TABLE_VI_NOTE = "1e12 multiply-accumulates of 5,000 images with a caption of 12.5 tokens each, counted as in the paper."
+TABLE_VI_NOTE = " TMACs are 1e12 multiply-accumulates of 5,000 images with captions of 12.5 tokens, as in Table VI."
 
 
-@dataclass(frozen=True)
-class Match:
-    """A row of a paper's table and the search's first point with the same settings, or None."""
-
-    row: PublishedRow
-    result: PointResult | None
-
-    def values(self, name: str) -> list[float]:
-        """Our values of a score or cost, one per seed.
-
-        The scores are those of the captions' text. A stopped point has only its last validation CIDEr-D.
-        """
-        if self.result is None:
-            return []
-        scores = [record.scores[name] for record in self.result.counted if name in record.scores]
-        return scores or self.result.values(name)
-
-    @property
-    def macs(self) -> float | None:
-        """Our multiply-accumulates for 5,000 images, which do not depend on the seed."""
-        values = self.values("macs")
-        return values[0] * TABLE_6_IMAGES if values else None
-
-
-def comparisons(search: Search, results: Sequence[PointResult], metrics: Container[str] | None = None) -> list[Table]:
+def comparisons(results: SearchResults, metrics: Container[str] | None = None) -> list[Table]:
     """The tables of the paper that the search's `compare` names, with the paper's numbers beside ours.
 
     If the paper has several tables, those with fewer than two rows among our points are left out, because one row has
     nothing to be compared with. metrics: the metrics that get columns, if both sides have them; None: all.
     """
-    tables = []
-    published = published_tables(search.config.compare)
+    search, published, tables = results.search, published_tables(results.search.config.compare), []
+    models = [search.trial_config(point.point, search.config.seeds[0]).model for point in results.points]
     for table in published:
-        matches = _matches(search, results, table)
-        if len(published) > 1 and sum(match.result is not None for match in matches) < 2:
-            continue
-        tables.append(_score_table(search, table, matches, metrics))
-        if table.rows[0].macs is not None:
-            tables.append(_macs_table(matches))
+        settings = [row.settings | {"name": search.config.compare} for row in table.rows]
+        points = [
+            next((point for point, model in zip(results.points, models, strict=True) if _has(model, values)), None)
+            for values in settings
+        ]
+        if len(published) == 1 or len(points) - points.count(None) >= 2:
+            tables.append(_compared(results, table, points, metrics))
     return tables
 
 
-def _matches(search: Search, results: Sequence[PointResult], table: PublishedTable) -> list[Match]:
-    """Matches each row of a table with the first point that has the row's settings."""
-    models = [search.trial_config(result.point, search.config.seeds[0]).model for result in results]
-    points = [(_settings(model, table.keys), result) for model, result in zip(models, results, strict=True)]
-    return [
-        Match(row, next((result for settings, result in points if settings == row.settings), None))
-        for row in table.rows
-    ]
+def _has(model: ModelConfig, settings: Values) -> bool:
+    """Whether a model has the settings of a row. No row has a dynamic expansion in the encoder."""
+    is_equal = all(getattr(model, key, ...) == value for key, value in settings.items())
+    return is_equal and getattr(model, "encoder_dynamic_expansion", None) is None
 
 
-def _settings(model: ModelConfig, keys: Sequence[str]) -> Values:
-    """The model's values of these keys, to be compared with the settings of a table's row.
+def _values(point: PointResult | None, name: str) -> list[float]:
+    """Our values of a score or cost, one per seed. The scores are those of the captions' text.
 
-    The papers' baseline Transformer ignores its expansion settings, so they count as None. Returns {}, which equals
-    no row's settings, for a model that no table has: one without these keys, or one with a dynamic expansion in
-    its encoder.
+    A stopped point has only its last validation CIDEr-D.
     """
-    if getattr(model, "encoder_dynamic_expansion", None) is not None or not all(hasattr(model, key) for key in keys):
-        return {}
-    ignored = ("static_expansion", "dynamic_expansion") if model.name == "transformer" else ()
-    return {key: None if key in ignored else getattr(model, key) for key in keys}
+    if point is None:
+        return []
+    scores = [record.scores[name] for record in point.counted if name in record.scores]
+    return scores or point.values(name)
 
 
-def _score_table(
-    search: Search, table: PublishedTable, matches: Sequence[Match], metrics: Container[str] | None
+def _compared(
+    results: SearchResults,
+    table: PublishedTable,
+    points: Sequence[PointResult | None],
+    metrics: Container[str] | None,
 ) -> Table:
-    """A table of scores: our number of seeds, four columns per metric, and our costs.
+    """A published table with our points beside its rows.
 
-    The four columns: our score, its difference to our baseline, the paper's score, its difference to the paper's
-    baseline.
+    The columns: our number of seeds; of each metric our score, its difference to our baseline, the paper's score, and
+    its difference to the paper's baseline; our costs; the multiply-accumulates of Table VI, if the paper has them.
     """
-    baseline = matches[table.baseline]
+    search, baseline, rows = results.search, table.baseline, Rows()
     names = [
         name
         for name in table.columns
-        if (metrics is None or name in metrics) and any(match.values(search.reported(name)) for match in matches)
+        if (metrics is None or name in metrics) and any(_values(point, search.reported(name)) for point in points)
     ] or [SCORE]
-    rows = []
-    for match in matches:
-        cells = ["" if match.result is None else match.result.seeds_text]
+    for row, point in zip(table.rows, points, strict=True):
+        cells = [point.seeds_text if point else ""]
         for name in names:
-            reported, published = search.reported(name), match.row.scores[name]
-            ours, others = match.values(reported), baseline.values(reported)
-            cells += [format_cell(reported, ours), _difference(ours, others)]
-            cells += [f"{published:.3f}", f"{published - baseline.row.scores[name]:+.3f}"]
-        rows.append((match.row.name, cells + [format_cell(name, match.values(name)) for name in COSTS_SHOWN]))
+            reported, theirs = search.reported(name), row.scores[name]
+            ours, base = _values(point, reported), _values(points[baseline], reported)
+            difference = f"{statistics.fmean(ours) - statistics.fmean(base):+.4f}" if ours and base else ""
+            cells += [format_cell(reported, ours), difference]
+            cells += [f"{theirs:.3f}", f"{theirs - table.rows[baseline].scores[name]:+.3f}"]
+        cells += [format_cell(name, _values(point, name)) for name in COSTS_SHOWN]
+        if row.macs is not None:
+            cells += [f"{macs * TABLE_6_IMAGES / 1e12:.4g}" for macs in _values(point, "macs")[:1]] or [""]
+            cells.append(f"{row.macs / 1e12:.4g}")
+        rows.append((row.name, cells))
     columns = [f"{name}{kind}" for name in names for kind in ("", " +/-", " paper", " paper +/-")]
     columns = ["seeds", *columns, *(heading(search, name) for name in COSTS_SHOWN)]
-    note = NOTE.format(split=search.score_split, protocol=table.protocol, baseline=baseline.row.name)
+    note = NOTE.format(split=search.score_split, protocol=table.protocol, baseline=table.rows[baseline].name)
+    if table.rows[0].macs is not None:
+        columns, note = [*columns, "TMACs", "TMACs paper"], note + TABLE_VI_NOTE
     return Table(f"{table.title} next to the paper's", note, columns, rows)
-
-
-def _difference(ours: Sequence[float], baseline: Sequence[float]) -> str:
-    """The signed difference between two means, with the note of `difference_note`; empty if a side has no values."""
-    if not ours or not baseline:
-        return ""
-    difference = statistics.fmean(ours) - statistics.fmean(baseline)
-    return f"{difference:+.4f} {difference_note(ours, baseline)}".strip()
-
-
-def _macs_table(matches: Sequence[Match]) -> Table:
-    """ExpansionNet v2's Table VI: our models' multiply-accumulates, counted as the paper does, and the paper's.
-
-    Each number has its ratio to that of the first row, the baseline.
-    """
-
-    def cells(macs: float | None, baseline: float | None) -> list[str]:
-        if macs is None:
-            return ["", ""]
-        return [f"{macs / 1e12:.4g}", f"{macs / baseline:.3f}" if baseline else ""]
-
-    first = matches[0]
-    rows = [
-        (match.row.name, cells(match.macs, first.macs) + cells(match.row.macs, first.row.macs)) for match in matches
-    ]
-    columns = ["1e12 MACs", "of baseline", "paper", "of baseline"]
-    return Table("Table VI next to the paper's", TABLE_VI_NOTE, columns, rows)

@@ -5,132 +5,73 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
-import numpy as np
+from raycap.pipeline.evaluation.comparison.bootstrap import Spread
+from raycap.pipeline.search.results import PointResult, SearchResults, heading
+from raycap.pipeline.search.spec import COSTS, SCORE
 
-from raycap.pipeline.search.results import PointResult, heading
-from raycap.pipeline.search.spec import COSTS, SCORE, Search
+FINISHED, FRONT, STOPPED, RULE = "#0b6b58", "#b5401f", "#52605a", "#d5dcd9"
+LABEL_WIDTH = 36  # characters of a line in the legend
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+
+def pareto_plot(results: SearchResults) -> bytes:
+    """A PNG file with scores over costs: finished points, stopped points as rings, and the Pareto front as steps.
+
+    The points of the front have the numbers of their files front-N.yaml, which the legend explains. Bars are standard
+    deviations over the seeds. The axes are the first cost and the first score among the objectives, else
+    multiply-accumulates and CIDEr-D. The scores are those of the reported split. If another split has chosen the front,
+    its points are not connected.
+    """
     from matplotlib.figure import Figure
-
-# text, secondary text, grid lines and background; then finished points and the front
-INK, MUTED, RULE, PAGE_COLOR = "#14201c", "#52605a", "#d5dcd9", "#ffffff"
-ACCENT, BEST = "#0b6b58", "#b5401f"
-MAX_LINES = 32  # of text that fit beside the axes
-NUMBER_SIZE = 20  # of a point's number, in pixels
-
-
-class _Point(NamedTuple):
-    """A point in the plot. Its cost is in the unit that `heading` names. spread: of the score, 0 for one seed."""
-
-    cost: float
-    score: float
-    spread: float
-    result: PointResult
-
-
-def pareto_plot(search: Search, results: Sequence[PointResult], on_front: Sequence[PointResult]) -> bytes:
-    """A PNG file with scores over costs: finished points with their spread, the Pareto front, stopped points as rings.
-
-    The axes are the first cost and the first score among the objectives, else multiply-accumulates and CIDEr-D. Scores
-    are those of the reported split. The front is a line if the scores are those that have chosen it, and its points
-    have the numbers of their files front-N.yaml.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    cost = next((name for name in search.config.objectives if name in COSTS), search.cost)
-    score = search.reported(next((name for name in search.config.objectives if name not in COSTS), SCORE))
-    points = _points(results, cost, score)
-    finished = [point for point in points if point.result.state == "finished"]
-    stopped = [point for point in points if point.result.state == "stopped"]
-    front = [point for point in finished if point.result in on_front]
-
-    figure = Figure(figsize=(8.6, 5.4), dpi=160, layout="constrained", facecolor=PAGE_COLOR)
-    FigureCanvasAgg(figure)  # needs no display
-    axes = figure.subplots()
-    axes.set_xlabel(heading(search, cost) + (" per image" if cost.startswith("macs") else ""), color=INK)
-    axes.set_ylabel(("validation " if search.reports_validation else "") + heading(search, score), color=INK)
-    _style(axes, [point.cost for point in finished + stopped])
-    if any(spreads := [point.spread for point in finished]):
-        axes.errorbar(*_coordinates(finished), spreads, fmt="none", ecolor=ACCENT, elinewidth=1, capsize=3)
-    if finished:
-        axes.plot(*_coordinates(finished), "o", mfc=ACCENT, mec=PAGE_COLOR, ms=8, label="finished", zorder=3)
-    if stopped:
-        label = "stopped early (score so far)"
-        axes.plot(*_coordinates(stopped), "o", mfc="none", mec=MUTED, ms=6, label=label, zorder=2)
-    if front:
-        label = "Pareto front" + ("" if search.reports_validation else f" on {search.base.data.val_split}")
-        axes.plot(
-            *_coordinates(front), "o-" if search.reports_validation else "o", drawstyle="steps-post",
-            color=BEST, mfc=BEST, mec=PAGE_COLOR, ms=9, lw=1.6, label=label, zorder=4,
-        )  # fmt: skip
-    if finished or stopped:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8.5, frameon=False, labelcolor=INK)
-    if front:
-        _number_front(figure, front, on_front)
-    data = io.BytesIO()
-    figure.savefig(data, format="png")
-    return data.getvalue()
-
-
-def _points(results: Sequence[PointResult], cost: str, score: str) -> list[_Point]:
-    """The points that have a cost and a score, the cheapest first."""
-    points = []
-    for result in results:
-        costs, scores = result.spread(cost), result.spread(score)
-        if costs is not None and scores is not None:
-            points.append(_Point(costs.mean / COSTS[cost].unit, scores.mean, scores.std or 0.0, result))
-    return sorted(points, key=lambda point: point[:2])
-
-
-def _number_front(figure: Figure, front: Sequence[_Point], on_front: Sequence[PointResult]) -> None:
-    """Writes beside each point of the front the N of its file front-N.yaml, and lists the labels beside the axes.
-
-    A number that would cover another one, or a point of the front, is moved up.
-    """
-    (axes,), lines = figure.axes, ["front-N.yaml"]
-    for number, result in enumerate(on_front, 1):
-        lines += textwrap.wrap(f"{number}  {result.label}", 40, subsequent_indent="     ")
-    text = "\n".join(lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], "..."])
-    axes.text(1.01, 1, text, transform=axes.transAxes, va="top", fontsize=8, color=BEST, parse_math=False)
-    figure.draw_without_rendering()  # gives the axes their place
-    pixels = axes.transData.transform([point[:2] for point in front])
-    taken = [*pixels]  # the places of points and numbers
-    for point, place in zip(front, pixels, strict=True):
-        offset = np.array([-1.0, 0.7]) * NUMBER_SIZE  # above the staircase
-        while any(abs(place + offset - other).max() < NUMBER_SIZE for other in taken):
-            offset[1] += NUMBER_SIZE
-        taken.append(place + offset)
-        axes.annotate(
-            str(on_front.index(point.result) + 1), point[:2], tuple(offset), textcoords="offset pixels", ha="center",
-            va="center", fontsize=8, color=BEST, zorder=5, bbox={"fc": PAGE_COLOR, "ec": "none", "pad": 0.5},
-        )  # fmt: skip
-
-
-def _coordinates(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
-    """The costs and the scores, as Matplotlib needs them."""
-    return [point.cost for point in points], [point.score for point in points]
-
-
-def _style(axes: Axes, costs: Sequence[float]) -> None:
-    """Sets colors and margins.
-
-    The cost axis is logarithmic if costs differ more than threefold, so that cheap points do not overlap.
-    """
     from matplotlib.ticker import LogLocator
 
-    axes.set_facecolor(PAGE_COLOR)
-    axes.grid(True, color=RULE, lw=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
-    axes.margins(0.14, 0.14)  # space for labels, as a share of the axes
-    if costs and min(costs) > 0 and max(costs) > 3 * min(costs):
+    search, objectives = results.search, results.search.config.objectives
+    cost = next((name for name in objectives if name in COSTS), search.cost)
+    score = search.reported(next((name for name in objectives if name not in COSTS), SCORE))
+    shown = [point for point in results.points if point.values(cost) and point.values(score)]
+    figure = Figure(figsize=(8.6, 5.4), dpi=160)
+    axes = figure.subplots()
+
+    def place(point: PointResult) -> tuple[float, float, float]:
+        """The cost in the unit that `heading` names, the score, and its spread, 0 for one seed."""
+        spread = Spread.of(point.values(score))
+        return Spread.of(point.values(cost)).mean / COSTS[cost].unit, spread.mean, spread.std or 0.0
+
+    def draw(points: Sequence[PointResult], label: str, **style: Any) -> None:
+        if points:
+            costs, scores, spreads = zip(*sorted(map(place, points)), strict=True)
+            bars, style = spreads if any(spreads) else None, {"fmt": "o"} | style
+            axes.errorbar(costs, scores, bars, label=label, capsize=3, elinewidth=1, **style)
+
+    finished = [point for point in shown if point.state == "finished"]
+    stopped = [point for point in shown if point.state == "stopped"]
+    front = [point for point in finished if point in results.front]
+    draw([point for point in finished if point not in front], "finished", ms=8, color=FINISHED, mec="white")
+    draw(stopped, "stopped early (score so far)", ms=6, color=STOPPED, mfc="none")
+    line: dict[str, Any] = {"fmt": "o-", "drawstyle": "steps-post", "lw": 1.6} if search.reports_validation else {}
+    chosen_on = "" if search.reports_validation else f", chosen on {search.base.data.val_split}"
+    draw(front, f"Pareto front{chosen_on}: N of front-N.yaml", ms=14, color=FRONT, mec="white", zorder=3, **line)
+    explained = list[Any](axes.containers)
+    for number, point in enumerate(results.front, 1):
+        if point in front:
+            middle: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": "white"}
+            axes.annotate(str(number), place(point)[:2], zorder=4, **middle)
+            label = textwrap.fill(point.label, LABEL_WIDTH).replace("$", r"\$")  # `$` begins a formula
+            explained += axes.plot([], [], marker=f"${number}$", color=FRONT, mew=0, ls="", label=label)
+    costs = [place(point)[0] for point in shown]
+    if costs and 0 < 3 * min(costs) < max(costs):  # so that cheap points do not overlap
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
+    axes.set_xlabel(heading(search, cost) + (" per image" if cost.startswith("macs") else ""))
+    axes.set_ylabel(("validation " if search.reports_validation else "") + heading(search, score))
+    axes.margins(0.08, 0.1)
+    axes.grid(color=RULE)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    axes.legend(handles=explained, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8.5, frameon=False)
+    data = io.BytesIO()
+    figure.savefig(data, format="png", bbox_inches="tight")  # with the whole legend
+    return data.getvalue()

@@ -1,6 +1,6 @@
 """The trials of a search, and the search's folder.
 
-    searches/<name>-<hash>/trials.json    the trials so far
+    searches/<name>-<hash>/trials.json    the trials of the last experiment, written when it ends
     searches/<name>-<hash>/tune/          Ray Tune's experiments, one per budget, seeds and resources
 
 A trial is one point with one seed.
@@ -127,21 +127,11 @@ class SearchFolder:
             Mirror(self.home, self.path).push()
 
     def records(self) -> list[TrialRecord]:
-        """The trials of all experiments so far. Raises DamagedError for a damaged file."""
+        """The trials of the last experiment that has ended. Raises DamagedError for a damaged file."""
         file = self.root / TRIALS
         return read_records(file.read_bytes(), str(file)) if file.exists() else []
 
-    def write(self, records: Sequence[TrialRecord], *, are_members: bool = False) -> None:
-        """Adds trials to trials.json, in place of those with the same id, or with the same point and seed.
-
-        are_members: whether the trials are members of a population, which may have equal points.
-        """
-        ids = {record.trial_id for record in records}
-        points = set() if are_members else {(point_key(record.point), record.seed) for record in records}
-        others = [
-            record
-            for record in self.records()
-            if record.trial_id not in ids and (point_key(record.point), record.seed) not in points
-        ]
-        values = [dataclasses.asdict(record) for record in [*others, *records]]
+    def write(self, records: Sequence[TrialRecord]) -> None:
+        """Writes trials.json."""
+        values = [dataclasses.asdict(record) for record in records]
         (self.root / TRIALS).write_bytes(json.dumps(values, indent=1).encode())

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from raycap.models.config import NUMBER, ExpansionNetConfig, Text, Values
 from raycap.pipeline.config.load import merge, parse_config, parse_section, read_values, set_value
@@ -37,7 +37,7 @@ from raycap.pipeline.evaluation.scores.metrics import METRICS
 from raycap.pipeline.runs.identity import config_identity
 from raycap.pipeline.runs.preflight import require_possible_model
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.search.space import MAX_CHOICES, Space, SpaceSection, row_space, space_of
+from raycap.pipeline.search.space import ROW, Dimension, Space, flatten
 
 MAX_SEEDS = 1000
 MAX_CHECKED_POINTS = 1000  # in a space of at most this size, the configuration of every point is checked
@@ -56,22 +56,9 @@ COSTS = {
     "macs_executed": CostFormat("MMACs executed", 1e6),  # executed multiply-accumulates per image and caption
     "macs_beam_search": CostFormat("MMACs beam search", 1e6),  # executed multiply-accumulates per beam search
     "parameters": CostFormat("k parameters", 1e3),  # of the captioner without its backbone
-    "seconds": CostFormat("s training"),
 }
-FIXED_SECTIONS = {  # the sections that a point must not change, and the reason for each
-    "name": "a trial's name is derived from the search's",
-    "seed": "list seeds under `seeds`",
-    "storage": "all trials share one storage",
-    "tracking": "all trials share one tracker",
-    "workers": "set a trial's workers under `resources`",
-    "backbone": "features are extracted once, before the first trial",
-    "features": "features are extracted once, before the first trial",
-    "data": "features are extracted once, before the first trial",
-}
-# Keys of these sections that may be searched, because no feature depends on them
-SEARCHABLE_EXCEPTIONS = {"data.min_count"}
-# Population based training may search these model keys, because they do not change the shape of a weight.
-KEEP_SHAPES = {"model.dropout", "model.expansion_dropout"}
+# the sections that all trials share, so that a point must not change them
+FIXED_SECTIONS = ("name", "seed", "storage", "tracking", "workers", "backbone", "features", "data")
 
 
 class TrialSection(Section):
@@ -109,13 +96,6 @@ class SchedulerSection(Section):
     every_epochs: Epochs = 1
     quantile: Annotated[float, Field(gt=0, le=0.5), NUMBER] = 0.25
 
-    def describe(self) -> str:
-        if self.name == "asha":
-            return f"ASHA from epoch {self.grace_epochs:g}, the best 1/{self.reduction:g} continue"
-        if self.name == "median":
-            return f"median stopping from epoch {self.grace_epochs:g}"
-        return f"population based training, every {self.every_epochs:g} epochs the worst {self.quantile:.0%} copy"
-
 
 class ResourceSection(Section):
     """The resources of one trial. With one worker it trains in its own process, with several on Ray Train."""
@@ -133,6 +113,13 @@ class ResourceSection(Section):
             )
 
 
+# short forms of values: `scheduler: asha` of {name: asha}, a list in `space` of its section, `seeds: 3` of [0, 1, 2]
+_BY_NAME = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+_AS_CHOICES = BeforeValidator(lambda value: {"choices": value} if isinstance(value, list) else value)
+# one seed too many shows that the limit is exceeded
+_COUNTED = BeforeValidator(lambda value: list(range(min(value, MAX_SEEDS + 1))) if type(value) is int else value)
+
+
 class SearchConfig(Section):
     """The configuration of `raycap tune`."""
 
@@ -143,9 +130,7 @@ class SearchConfig(Section):
     """Changes of the base configuration."""
     storage: StorageSection | None = None
     """None: the base configuration's."""
-    space: dict[Name, SpaceSection] = Field(default={}, max_length=100)
-    rows: Annotated[tuple[Values, ...], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    """Explicit points."""
+    space: dict[Name, Annotated[Dimension, _AS_CHOICES]] = Field(min_length=1, max_length=100)
     trial: TrialSection = TrialSection()
     backbone: Text = "base"
     """Whose features trials read: `base` (its initial backbone), `run` (that of a finished run of it), or a file."""
@@ -156,35 +141,19 @@ class SearchConfig(Section):
     """The split whose scores are reported; None: data.val_split, on which weights and points are chosen in any case."""
     budget: BudgetSection = BudgetSection()
     algorithm: Literal["grid", "random", "tpe", "nsga2"] = "random"
-    scheduler: SchedulerSection | None = None
+    scheduler: Annotated[SchedulerSection | None, _BY_NAME] = None
     resources: ResourceSection = ResourceSection()
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS)] = (0,)
-    seed: Seed = 0
-    """The sampler's seed."""
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1, max_length=MAX_SEEDS), _COUNTED] = (0,)
+    seed: Annotated[int, Field(ge=0, lt=2**32), NUMBER] = 0
+    """The sampler's seed. NumPy takes no larger one."""
     compare: Literal["expansionnet_v2", "meshed_memory", "clustformer"] | None = None
     """The paper to compare with."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_short_forms(cls, values: Values) -> Values:
-        """`scheduler: asha` is short for `{name: asha}`, `seeds: 3` for [0, 1, 2], a list in `space` for choices."""
-        scheduler, seeds, space = values.get("scheduler"), values.get("seeds"), values.get("space")
-        values = dict(values)
-        if isinstance(scheduler, str):
-            values["scheduler"] = {"name": scheduler}
-        if type(seeds) is int:
-            values["seeds"] = list(range(min(seeds, MAX_SEEDS + 1)))  # one too many shows that the limit is exceeded
-        if isinstance(space, dict):
-            lists = {key: {"choices": entry} for key, entry in space.items() if isinstance(entry, list)}
-            values["space"] = space | lists
-        return values
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> SearchConfig:
-        if bool(self.space) == bool(self.rows):
-            raise ValueError("exactly one of space and rows is needed; rows lists explicit points")
-        if self.rows and self.algorithm != "grid":
-            raise ValueError(f"algorithm {self.algorithm} does not go with rows, which are run in order; set grid")
+    def check_values(self) -> None:
+        if ROW in self.space and not all(isinstance(choice, dict) for choice in self.space[ROW].choices or [None]):
+            raise ValueError(
+                "space.row lists mappings of keys to values, such as {model.d_model: 256, model.d_ff: 512}"
+            )
         known = list(dict.fromkeys([SCORE, *COSTS, *self.metrics]))
         if unknown := [name for name in self.objectives if name not in known]:
             raise ValueError(f"objectives: no trial reports {unknown[0]!r}; known: {', '.join(known)}")
@@ -192,34 +161,11 @@ class SearchConfig(Section):
             raise ValueError(f"metrics: {unknown[0]!r} is unknown; known: {', '.join(METRICS)}")
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds must differ, found {', '.join(map(str, self.seeds))}")
-        trials, seeds = self.budget.trials, len(self.seeds)
-        if trials is not None and trials % seeds:
-            raise ValueError(
-                f"budget.trials = {trials} does not divide by {seeds} seeds; take {max(1, trials // seeds) * seeds}"
-            )
+        trials = self.budget.trials
         if self.algorithm != "grid" and trials is None and self.budget.hours is None:
             raise ValueError(f"algorithm {self.algorithm} needs an end: set budget.trials or budget.hours")
         if self.algorithm == "grid" and trials is not None:
             raise ValueError("algorithm grid runs every point; remove budget.trials, or set algorithm to random")
-        if self.scheduler is not None and self.scheduler.name == "pbt":
-            self._check_population()
-        return self
-
-    def _check_population(self) -> None:
-        """Raises ValueError for settings that population based training cannot use."""
-        if self.algorithm != "random" or self.budget.trials is None:
-            raise ValueError("scheduler pbt changes random points: set algorithm to random, and budget.trials")
-        if self.budget.concurrent is not None:
-            raise ValueError("scheduler pbt lets all members take turns; remove budget.concurrent")
-        if len(self.seeds) > 1 or self.resources.workers > 1:
-            raise ValueError("scheduler pbt needs one seed, and one worker per trial")
-        for key in self.space:
-            changes_shapes = key in SEARCHABLE_EXCEPTIONS or (key.startswith("model.") and key not in KEEP_SHAPES)
-            if changes_shapes or key.endswith(".ema"):
-                raise ValueError(
-                    f"space.{key}: scheduler pbt copies weights, their averages and steps between trials, which needs "
-                    f"equal {key}; search it with tpe or nsga2"
-                )
 
     @property
     def main_objective(self) -> str:
@@ -234,7 +180,7 @@ class Search:
         self.config = config
         self.values = base  # the base configuration before validation
         self.base = parse_config(base)
-        self.space: Space = row_space([flatten(row) for row in config.rows]) if config.rows else space_of(config.space)
+        self.space = Space(config.space)
         self.stages = self._stages()
         self.score_split = config.score_split or self.base.data.val_split  # the split whose scores are reported
         # whether the reported scores are those by which weights and points are chosen
@@ -272,15 +218,16 @@ class Search:
         """The base configuration with a point's values, before validation. `raycap run` can run it."""
         values = copy.deepcopy(self.values)
         for key, value in self.space.changes(point).items():
-            set_value(values, key, value, "space")
+            set_value(values, key, value, "key")
         values["name"] = f"{self.base.name}-{self.config.name}-{name}"
         return values
 
     def trial_config(
         self, point: Mapping[str, object], seed: int, weights: str | None = None, member: str = ""
     ) -> RunConfig:
-        """The configuration of a trial; `weights` is the initial backbone's file, None for the base configuration's.
+        """The configuration of a trial, which captions without constraints.
 
+        weights: the initial backbone's file, None for the base configuration's.
         member: a part of the name of the run, so that a population's members at the same point have separate runs.
         """
         trial, resources, values = self.config.trial, self.config.resources, self.run_values(point)
@@ -297,7 +244,7 @@ class Search:
             "threads_per_worker": max(1, int(resources.cpus)),
             "dry_run": False,
         }
-        set_values(values, {"workers": workers}, "resources")
+        set_values(values, {"workers": workers, "evaluation": {"constraints": None}}, "resources")
         if weights is not None:
             set_value(values, "backbone.weights", weights, "backbone")
         return parse_config(values)
@@ -307,17 +254,9 @@ class Search:
         values = {key: value for key, value in self.values.items() if key != "tracking"}
         return Search(self.config.model_copy(update={"set": {}}), values)  # the values contain those of `set`
 
-    @property
-    def num_trials(self) -> int | None:
-        """The number of trials; None if only budget.hours limits it."""
-        budget, most = self.config.budget.trials, self.space.size * len(self.config.seeds)
-        if math.isinf(most) or self.is_population:
-            return budget
-        return int(most if budget is None else min(most, budget))
-
     def total_epochs(self) -> float:
-        """The number of epochs of a trial, over all its stages, with the first choice of each dimension."""
-        return sum(stage.epochs for stage in self.trial_config(self.space.first(), self.config.seeds[0]).stages)
+        """The number of epochs of a trial, over all its stages."""
+        return sum(self.config.trial.epochs or self.base.stage(name).epochs for name in self.stages)
 
     def identity(self, *others: str) -> str:
         """The search's name and a hash of the search, its base and `others`.
@@ -333,14 +272,13 @@ class Search:
         """Raises UserError for settings that do not go together, and for a choice or point that cannot be built."""
         for key in self.space.keys:
             self._check_key(key)
-        if any(key.split(".")[0] == "features" for key in flatten(self.config.trial.set)):
-            raise UserError(f"trial.set.features cannot be set: {FIXED_SECTIONS['features']}")
+        for key in flatten(self.config.trial.set):
+            if key.split(".")[0] in ("backbone", "features", "data"):
+                raise UserError(f"trial.set.{key} cannot be set, because features are extracted once; set it under set")
         if self.config.algorithm == "grid" and math.isinf(self.space.size):
             raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
-        if self.is_population and len(self.stages) > 1:
-            raise UserError(
-                f"scheduler pbt needs one stage per trial, found {', '.join(self.stages)}; set trial.stages"
-            )
+        if self.is_population:
+            self._check_population()
         trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
         if trains_backbone != sorted(trains_backbone):
             raise UserError(
@@ -353,13 +291,13 @@ class Search:
                 f"score_split is {shown(self.score_split)}, which is neither data.val_split ({data.val_split}) nor one "
                 f"of data.test_splits ({', '.join(data.test_splits)})"
             )
-        for dimension in self.space.dimensions:
+        self.trial_config({}, self.config.seeds[0])  # an error in `trial` is not that of a point
+        for key, dimension in self.space.dimensions.items():
             for choice in dimension.ends():  # with the first choices of the other dimensions
-                name = f"space.{dimension.key}: the choice {shown(dimension.show(choice))}"
-                self._check_point(self.space.first() | {dimension.key: choice}, name, has_model=True)
+                self._check_point(self.space.first() | {key: choice}, has_model=True)
         if self.space.size <= MAX_CHECKED_POINTS:
             for point in self.space.points():  # without its model, which takes 20 ms
-                self._check_point(point, shown(self.space.describe(point)), has_model=False)
+                self._check_point(point, has_model=False)
         scheduler, key = self.config.scheduler, "every_epochs" if self.is_population else "grace_epochs"
         if scheduler is not None and (first := getattr(scheduler, key)) > self.total_epochs():
             raise UserError(
@@ -367,50 +305,50 @@ class Search:
                 "raise trial.epochs"
             )
 
-    def _check_point(self, point: Mapping[str, object], name: str, *, has_model: bool) -> None:
-        """Builds the configurations of a point and, with `has_model`, its model; an error calls the point `name`."""
+    def _check_population(self) -> None:
+        """Raises UserError for settings that population based training cannot use."""
+        config = self.config
+        for is_met, need in (
+            (config.algorithm == "random", f"algorithm random, not {config.algorithm}"),
+            (config.budget.trials is not None, "budget.trials, the size of the population"),
+            (config.budget.concurrent is None, "no budget.concurrent, because all members take turns"),
+            (len(config.seeds) == 1, f"one seed, found {len(config.seeds)}"),
+            (config.resources.workers == 1, f"resources.workers = 1, not {config.resources.workers}"),
+            (len(self.stages) == 1, f"one stage in trial.stages, found {', '.join(self.stages)}"),
+        ):
+            if not is_met:
+                raise UserError(f"scheduler pbt needs {need}; change it, or drop the scheduler")
+        for key in self.space.keys:
+            if (key.startswith("model.") and not key.endswith("dropout")) or key.endswith(".ema"):
+                raise UserError(
+                    f"space.{key}: scheduler pbt copies weights and their averages between trials, which needs equal "
+                    f"{key}; leave it out, or drop the scheduler"
+                )
+
+    def _check_point(self, point: Mapping[str, object], *, has_model: bool) -> None:
+        """Builds the configurations of a point and, with `has_model`, its model."""
         try:
             config = self.trial_config(point, self.config.seeds[0])
             parse_config(self.run_values(point))  # best.yaml may get this configuration, which differs from a trial's
             if has_model:
                 require_possible_model(config)
         except (ValueError, RuntimeError) as error:
-            raise UserError(f"{name} is refused: {error}") from error
-        if config.evaluation.precision == "auto":
-            raise UserError(
-                "evaluation.precision is auto, and trials are compared in one precision; set it to float32 or bfloat16"
-            )
-        if config.evaluation.constraints is not None and not self.reports_validation:
-            raise UserError(
-                "score_split: evaluation.constraints is set, and a search captions without constraints; remove one of "
-                "them"
-            )
+            raise UserError(f"space, at {shown(self.space.describe(point))}: {error}") from error
 
     def _check_key(self, key: str) -> None:
         """UserError for a key that a search must not change."""
-        section, *parts = key.split(".")
-        if section in FIXED_SECTIONS and key not in SEARCHABLE_EXCEPTIONS:
-            raise UserError(f"space.{key} cannot be searched: {FIXED_SECTIONS[section]}")
+        section, _, rest = key.partition(".")
+        if section in FIXED_SECTIONS:
+            place = {"seed": "seeds", "workers": "resources"}.get(section, "set")
+            raise UserError(f"space.{key} cannot be searched, because all trials share {section}; use the key {place}")
         for fixed in flatten(self.config.trial.set):
             if f"{key}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{key}."):  # one contains the other
                 raise UserError(f"space.{key}: trial.set gives {fixed} one value for all trials; leave one of them out")
-        if section != "stages" or not parts:
-            return
-        if parts[0] in {stage.name for stage in self.base.stages} - set(self.stages):
-            raise UserError(f"space.{key}: no trial runs the stage {parts[0]}; add it to trial.stages")
-        if parts[-1] == "epochs" and (self.config.trial.epochs is not None or self.config.scheduler is not None):
+        if section == "stages" and rest.partition(".")[0] not in self.stages:
+            raise UserError(f"space.{key}: the stages of a trial are {', '.join(self.stages)}; change trial.stages")
+        has_one_length = self.config.trial.epochs is not None or self.config.scheduler is not None
+        if section == "stages" and key.endswith(".epochs") and has_one_length:
             raise UserError(f"space.{key}: trial.epochs and a scheduler need trials of one length; leave them out")
-
-
-def flatten(values: Mapping[str, object], prefix: str = "") -> Values:
-    """The values under dotted keys: {a: {b: 1}} becomes {a.b: 1}."""
-    flat: Values = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def set_values(values: Values, changes: Mapping[str, object], source: str) -> None:

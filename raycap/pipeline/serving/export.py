@@ -1,8 +1,8 @@
 """Exports a captioner as a folder of ONNX graphs, for captioning without raycap and PyTorch.
 
-encoder.onnx      computes from images or features what the decoder needs (`export_graphs.EncoderGraph`)
+encoder.onnx      computes from images what the decoder needs (`export_graphs.EncoderGraph`)
 decoder.onnx      computes one step of the decoder (`export_graphs.StepGraph`)
-captioner.json    the inputs, the search and its rules, the ids of special tokens, and the SHA-256 of each other file
+captioner.json    the transform of images, the search, the ids of special tokens, and the SHA-256 of each other file
 vocabulary.json   {"joining": HOW, "words": [...]}: the text of each token in the order of the ids
 
 Weights of more than 1 GiB are in a file beside their graph, such as encoder.onnx.data.
@@ -22,13 +22,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raycap.models.convert.export_graphs import EncoderGraph, GraphTensor, StepGraph
+from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.data.language.subwords import piece_bytes
 from raycap.pipeline.data.language.tokenizers import TOKENIZERS
 from raycap.pipeline.data.vocabulary import UNK, Vocabulary
@@ -36,50 +37,43 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import score_rules
 from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.serving.address import NO_BACKBONE
 from raycap.pipeline.storage.atomic import atomic_folder, write_json
 from raycap.pipeline.storage.digests import file_digest
 
 FORMAT = 2
 GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
-# (number of images, number of image tokens) of the comparison's batches. Only models of features use the second number.
-BATCHES = ((1, 4), (3, 5))
-BEAMS, STEPS = 3, 5
+OPSET = 20  # the version of ONNX's operators
+BATCHES, BEAMS, STEPS = (1, 3), 3, 5  # of the comparison; a batch is a number of images
 # The largest accepted difference from the model. Float32 differs too, because products are rounded in another order.
 TOLERANCES = {"float32": 1e-3, "float16": 0.5}
 MAX_EMBEDDED_BYTES = 2**30  # larger weights have their own file, because ONNX limits a graph's file to 2 GiB
-INT32 = 6  # ONNX's number for this type
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
-def export_captioner(
-    bundle: Bundle,
-    folder: Path,
-    *,
-    precision: Literal["float32", "float16"] = "float32",
-    opset: int = 20,
-) -> float:
+def export_captioner(bundle: Bundle, folder: Path, *, precision: Literal["float32", "float16"] = "float32") -> float:
     """Writes the folder atomically. Returns the largest difference between its graphs and the model.
 
-    Raises UserError if the model cannot be exported, and JobFailedError if the graphs differ from the model by more
-    than the tolerance. In both cases nothing is written.
+    Raises UserError if the model has no backbone or cannot be exported, and JobFailedError if the graphs differ from
+    the model by more than the tolerance. In all cases nothing is written.
     """
+    transform = bundle.transform
+    if transform is None:
+        raise UserError(f"BUNDLE: {NO_BACKBONE}")
     with atomic_folder(folder) as temporary:
         captioner = bundle.captioner
         if precision == "float16":
             captioner = copy.deepcopy(captioner).half()
-        try:
-            encoder = EncoderGraph(captioner)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        encoder = EncoderGraph(captioner)
         step = StepGraph(encoder)
         paths = [temporary / f"{name}.onnx" for name in GRAPHS]
-        write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory], opset)
-        write_graph(paths[1], step, step.inputs(), step.output_names, opset)
+        write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory])
+        write_graph(paths[1], step, step.inputs(), step.output_names)
         write_json(temporary / "vocabulary.json", describe_words(bundle.vocabulary))
-        content = describe(bundle, encoder) | {
+        content = describe(bundle, transform) | {
             "precision": precision,
-            "opset": opset,
+            "opset": OPSET,
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         write_json(temporary / "captioner.json", content)
@@ -92,9 +86,7 @@ def export_captioner(
         return difference
 
 
-def write_graph(
-    path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str], opset: int
-) -> None:
+def write_graph(path: Path, graph: nn.Module, inputs: Sequence[GraphTensor], output_names: Sequence[str]) -> None:
     """Writes a module as an ONNX graph with its weights. The module's inputs and outputs are tensors.
 
     Large weights are written to a second file with `.data` added to the name. torch's older exporter (TorchScript) is
@@ -113,42 +105,19 @@ def write_graph(
                 tuple(each.example for each in inputs),
                 input_names=[each.name for each in inputs],
                 output_names=list(output_names),
-                opset_version=opset,
+                opset_version=OPSET,
                 dynamic_shapes=(tuple(dict(each.dims) for each in inputs),),  # one tuple for the argument `*inputs`
-                custom_translation_table=_translations(),
                 dynamo=True,
                 verbose=False,
             )
         except Exception as error:  # the exporter raises nearly any type of error
             cause = error.__cause__ or error
-            raise UserError(
-                f"{path.name} cannot be exported with opset {opset} ({type(cause).__name__}: {one_line(cause)}); try "
-                "another --opset"
-            ) from error
+            raise UserError(f"{path.name} cannot be exported ({type(cause).__name__}: {one_line(cause)})") from error
         assert program is not None
         # The exporter's stack traces in the nodes are removed, because they contain paths of this machine.
         onnx_ir.passes.common.ClearMetadataAndDocStringPass()(program.model)
         weights = sum(each.numel() * each.element_size() for each in graph.state_dict().values())
         program.save(str(path), external_data=weights > MAX_EMBEDDED_BYTES)
-
-
-def _translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """{operation of PyTorch: its translation to ONNX} for operations that the exporter lacks."""
-    import onnxscript
-
-    op: Any = onnxscript.opset18
-
-    def stable_sort(values: Any, *, stable: bool, dim: int = -1, descending: bool = False) -> Any:
-        """Sorts by ONNX's TopK over all values, which is stable: equal values stay in the order of their indices."""
-        if values.dtype.name in ("BOOL", "UINT8"):  # onnxruntime cannot sort these types
-            values = op.Cast(values, to=INT32)
-        length = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
-        return op.TopK(values, length, axis=dim, largest=descending, sorted=True)
-
-    def remainder(values: object, divisor: object) -> Any:
-        return op.Mod(values, divisor)
-
-    return {torch.ops.aten.sort.stable: stable_sort, torch.ops.aten.remainder.Scalar: remainder}
 
 
 def onnx_graph(path: Path) -> Graph:
@@ -162,23 +131,15 @@ def onnx_graph(path: Path) -> Graph:
     return lambda inputs: session.run(None, dict(zip(names, inputs, strict=True)))
 
 
-def describe(bundle: Bundle, encoder: EncoderGraph) -> dict[str, object]:
-    """The part of captioner.json about the model: its inputs, its search and its special tokens."""
-    sizes, vocabulary, transform = encoder.model.sizes, bundle.vocabulary, bundle.transform
-    search = bundle.search
-    image = features = None
-    if transform is not None:
-        names = ("image_size", "scaled_side", "keep_aspect", "interpolation", "mean", "std")
-        image = {name: getattr(transform, name) for name in names}
-    else:
-        boxes = bool(getattr(encoder.model.config, "needs_boxes", False))
-        features = {"width": sizes.feature_width, "boxes": boxes, "max_regions": encoder.max_image_tokens}
+def describe(bundle: Bundle, transform: ImageTransform) -> dict[str, object]:
+    """The part of captioner.json about the model: its transform of images, its search and its special tokens."""
+    model, vocabulary, search = bundle.captioner.model, bundle.vocabulary, bundle.search
+    sizes, of_image = model.sizes, ("image_size", "scaled_side", "keep_aspect", "interpolation", "mean", "std")
     return {
         "format": FORMAT,
         "name": bundle.config["name"],
-        "system": encoder.model.config.name,
-        "image": image,
-        "features": features,
+        "system": model.config.name,
+        "image": {name: getattr(transform, name) for name in of_image},
         "search": {
             "beam_size": search.beam_size,
             "max_length": min(search.max_length, sizes.max_positions),
@@ -219,9 +180,9 @@ def compare_graphs(
     """
     differences = [0.0]
     with torch.no_grad():
-        for images, image_tokens in BATCHES:
-            inputs = [each.example for each in encoder.inputs(images, image_tokens)]
-            memory, exported_memory = encoder(*inputs), exported[0]([each.numpy() for each in inputs])
+        for images in BATCHES:
+            pixels = encoder.inputs(images)[0].example
+            memory, exported_memory = encoder(pixels), exported[0]([pixels.numpy()])
             differences += [_difference(*pair) for pair in zip(memory, exported_memory, strict=True)]
             cache = _empty(step.cache, images)
             other_cache = [each.numpy() for each in _empty(exported_cache, images)]

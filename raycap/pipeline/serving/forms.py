@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message
 
 from raycap.pipeline.runtime.names import shown
@@ -15,24 +14,13 @@ from raycap.pipeline.serving.host import RefusedError
 from raycap.pipeline.serving.settings import Limits
 
 MAX_CAPTION = 1000  # characters of a caption to explain
-MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a multipart body, without its files
-MAX_JSON_VALUES = 20_000  # limited, because a value of 2 bytes in the body needs 50 or more when it is parsed
-
-
-def _image_bytes(value: object) -> object:
-    """Decodes an image file from base64 in JSON. Returns other values unchanged."""
-    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
-
-
-ImageBytes = Annotated[
-    bytes, BeforeValidator(_image_bytes), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
-]
+MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a body, without its files
 
 
 class RequestForm(BaseModel, extra="forbid"):
-    """The fields of all requests. images: the contents of image files; in JSON they are base64."""
+    """The fields of all requests. images: the contents of image files."""
 
-    images: list[ImageBytes] = []
+    images: list[bytes] = []
     model: str | None = Field(None, max_length=64, description="The model's name; by default the server's first model.")
 
 
@@ -102,16 +90,13 @@ class Error(BaseModel):
 
 
 def described_body(form: type[RequestForm]) -> dict[str, object]:
-    """The OpenAPI description of a body that is JSON, or multipart with image files."""
-    described = form.model_json_schema()
-    files = {"type": "array", "items": {"type": "string", "format": "binary"}, "minItems": 1}
-    multipart = described | {"properties": described["properties"] | {"images": files}, "required": ["images"]}
-    contents = {"multipart/form-data": {"schema": multipart}, "application/json": {"schema": described}}
-    return {"requestBody": {"required": True, "content": contents}}
+    """The OpenAPI description of a multipart body with image files."""
+    schema = form.model_json_schema() | {"required": ["images"]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
 async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
-    """Reads the form in a body of JSON or multipart. Multipart fields with files may have any name.
+    """Reads the form in a multipart body. Fields with files may have any name.
 
     Raises RefusedError if the body has another type, does not fit the form, has more than `body_bytes` bytes (its rest
     is not read), or takes longer than `body_s`. Raises Starlette's HTTPException if the multipart parser refuses it.
@@ -131,15 +116,10 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
     limited = Request(request.scope, receive)
     content_type = request.headers.get("content-type", "missing")
     kind = content_type.partition(";")[0].strip().lower()
-    if kind not in ("application/json", "multipart/form-data"):
-        raise RefusedError(415, f"Content-Type is {shown(content_type)}; send multipart/form-data or application/json")
+    if kind != "multipart/form-data":
+        raise RefusedError(415, f"Content-Type is {shown(content_type)}; send multipart/form-data")
     try:
         async with asyncio.timeout(limits.body_s):
-            if kind == "application/json":
-                body = await limited.body()
-                if sum(map(body.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
-                    raise RefusedError(413, f"the body has more than {MAX_JSON_VALUES} values; send fewer")
-                return await asyncio.to_thread(form.model_validate_json, body)
             sizes = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
             async with limited.form(max_files=limits.images, **sizes) as parts:
                 values = [value for _, value in parts.multi_items() if not isinstance(value, str)]
@@ -150,7 +130,7 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
         raise RefusedError(408, f"the request did not arrive within {limits.body_s:g} s") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
+        place = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             problem = f"there is no such field; the fields are {', '.join(form.model_fields)}"
         else:

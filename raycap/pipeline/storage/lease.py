@@ -21,7 +21,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import ConflictError
@@ -33,7 +33,7 @@ MAX_LEASE_S = 1e7  # the longest time from a renewal to the expiry, in seconds
 RENEWALS_PER_LEASE = 3  # a lease of s seconds is renewed every s / 3 seconds
 
 
-class LostLeaseError(RuntimeError):
+class LostLeaseError(JobFailedError):
     """This process has lost the lease to another one and may not write any more."""
 
 

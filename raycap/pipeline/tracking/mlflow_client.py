@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +147,17 @@ def log_params(client: MlflowClient, run_id: str, values: Values) -> None:
     logged = client.get_run(run_id).data.params
     params = [Param(key, str(value)[:PARAM_LENGTH]) for key, value in flatten(values).items() if key not in logged]
     client.log_batch(run_id, params=params)
+
+
+def log_metrics(
+    client: MlflowClient, run_id: str, metrics: Iterable[tuple[str, float, int]], tags: Mapping[str, str]
+) -> None:
+    """Logs metrics (name, value, step) and tags in one request."""
+    from mlflow.entities import Metric, RunTag
+
+    now = int(time.time() * 1000)
+    entities = [Metric(name, value, now, step) for name, value, step in metrics]
+    client.log_batch(run_id, entities, tags=[RunTag(name, value) for name, value in tags.items()])
 
 
 def flatten(values: Values, prefix: str = "") -> Values:

@@ -109,11 +109,6 @@ class Tracker:
             return registered
         return None
 
-    @property
-    def remedy(self) -> str:
-        """The command that sends the rest. Its argument is the configuration of a run on S3, otherwise the folder."""
-        return f"`raycap sync {'CONFIG' if self.folder.home else self.folder.path}`"
-
     def _join(self) -> None:
         """Ends the background thread. Raises TimeoutError if a request has no answer within JOIN_S seconds."""
         self._stop.set()
@@ -146,11 +141,9 @@ class Tracker:
                 self._failing = True
                 logger.info(
                     f"tracker   {address} does not accept everything ({reason_of(error)[:600]}); the journal keeps it, "
-                    f"and {self.remedy} sends it"
+                    "and `raycap sync CONFIG` sends it"
                 )
         else:
-            if self._failing:
-                logger.info(f"tracker   {address} accepts everything again")
             self._failing = False
 
 
@@ -167,8 +160,6 @@ class SentRecord:
         self._folder, self._address = folder, public_uri(folder.config)
         self._by_address = stored_records(folder)
         self.values: Values = self._by_address.get(self._address, {"parent": None, "stages": {}, "sent": {}})
-        if self._address not in self._by_address:
-            self.save()  # `raycap sync` must find the address even if nothing is sent
 
     def save(self) -> None:
         write_json(self._folder.path / SENT_FILE, self._by_address | {self._address: self.values})
@@ -247,13 +238,6 @@ def log_results(folder: RunFolder, scores: dict[str, float], client: MlflowClien
         if (folder.path / file).is_file():  # the report is missing if it could not be made
             client.log_artifact(parent, str(folder.path / file))
     client.log_artifacts(parent, str(folder.path / "predictions"), "predictions")
-
-
-def tag_run(folder: RunFolder, client: MlflowClient, name: str, value: str) -> None:
-    """Sets a tag of the parent run. Does nothing if the tracker does not have the run."""
-    parent = SentRecord(folder).values["parent"]
-    if parent is not None:
-        client.set_tag(parent, name, value)
 
 
 def _get_or_create_child(client: MlflowClient, folder: RunFolder, first_entry: Entry, parent: str) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,9 +29,7 @@ from raycap.models.dropout import set_dropout
 from raycap.models.encoders.backbone import set_drop_path
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.config.sections import StageSection
-from raycap.pipeline.data.caption_files import write_predictions
 from raycap.pipeline.evaluation.captioning.search import caption_images
-from raycap.pipeline.evaluation.comparison.protocol import run_protocol
 from raycap.pipeline.evaluation.results import RankedCaption
 from raycap.pipeline.features.model_inputs import FeatureComputer, model_inputs
 from raycap.pipeline.features.precision import known_precision
@@ -71,14 +69,10 @@ class StageJob:
     excluded: tuple[str, ...] = ()  # content keys of images without features
     driver_token: str = ""  # Workers stop if the run has another token. If it is "", the token is not checked.
     removes_copies: bool = False  # If true, a worker that ends removes its copy of a run on S3.
-    caption_split: str | None = None  # a split to caption after the stages, with the weights that the run delivers
 
 
 def train_stages(context: Context, job: StageJob) -> None:
-    """Runs the unfinished stages of a job one after the other, and then captions `caption_split`, if there is one.
-
-    Ends early if `context.must_stop()` is true.
-    """
+    """Runs the unfinished stages of a job one after the other. Ends early if `context.must_stop()` is true."""
     require_driver(job.folder, job.driver_token)  # checked first, because `on_worker` removes copies of other drivers
     folder = job.folder.on_worker(job.driver_token)
     try:
@@ -112,17 +106,13 @@ def _train_stages(context: Context, job: StageJob, folder: RunFolder) -> None:
             if context.world_rank:
                 # The next stage starts from files that rank 0 has written, perhaps on another machine.
                 folder.pull(f"stages/{name}")
-        if job.caption_split is not None:
-            output = StageOutput(folder, job.stages[-1], context.world_rank == 0, job.driver_token, token)
-            with contextlib.closing(output):
-                caption_split(context, folder, job.caption_split, job.store, job.excluded, output)
 
 
 def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device) -> Captioner:
     """The captioner with which a stage begins: initial weights, frozen parts, dropout, drop path and precision."""
     config = folder.config
     backbone = config.backbone if stage.train_backbone else None
-    captioner = _loaded(folder, backbone, lambda part: folder.weights_before(stage, part)).to(device)
+    captioner = stored_captioner(folder, backbone, lambda part: folder.weights_before(stage, part)).to(device)
     set_dropout(captioner.model, config.model.dropout if stage.dropout is None else stage.dropout)
     if captioner.backbone is not None and stage.drop_path is not None:
         set_drop_path(captioner.backbone, stage.drop_path)
@@ -131,7 +121,9 @@ def stage_captioner(folder: RunFolder, stage: StageSection, device: torch.device
     return captioner.double() if stage.precision == "float64" else captioner
 
 
-def _loaded(folder: RunFolder, backbone: BackboneConfig | None, weights_of: Callable[[str], Path]) -> Captioner:
+def stored_captioner(
+    folder: RunFolder, backbone: BackboneConfig | None, weights_of: Callable[[str], Path]
+) -> Captioner:
     """A captioner with stored weights. weights_of: returns the file for "model" or "backbone"."""
     captioner = build_captioner(folder.config.model, folder.metadata.sizes, backbone)
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
@@ -354,7 +346,7 @@ class StageRun:
         self.finite.require()
         begin, progress, output = time.monotonic(), self.progress, self.output
         settings = self.folder.config.evaluation
-        report = _reporter(output, "validating", progress.step, f"step {progress.step}: validation")
+        report = _reporter(output, progress.step)
         averaged = contextlib.nullcontext() if self.average is None else self.average.in_use()
         with averaged:
             best = caption_images(self.captioner, self.validation, self.vocabulary, settings, self.context, report)
@@ -371,6 +363,8 @@ class StageRun:
         seconds = round(time.monotonic() - begin, 2)
         output.log("validation", progress.step, {"CIDEr-D": score, "best": progress.best_score, "seconds": seconds})
         output.save_checkpoint(self.captioner, self.optimizer, progress, self.average)
+        if self.context.reads_checkpoints:
+            output.wait()
         self.context.report({"stage": self.stage.name, "step": progress.step, "validation_CIDEr-D": score})
 
     def _score(self, best: dict[int, RankedCaption]) -> float:
@@ -415,57 +409,14 @@ class StageRun:
         self.output.finish(result, f"done: {score}, {verdict}{early}")
 
 
-def _reporter(output: StageOutput, kind: str, step: int, text: str) -> Callable[[float], None]:
-    """A function that logs the finished fraction of a search, at most every REPORT_VALIDATION_EVERY_S seconds."""
+def _reporter(output: StageOutput, step: int) -> Callable[[float], None]:
+    """A function that logs the finished fraction of a validation, at most every REPORT_VALIDATION_EVERY_S seconds."""
     reported_at = time.monotonic()
 
     def report(fraction: float) -> None:
         nonlocal reported_at
         if time.monotonic() - reported_at > REPORT_VALIDATION_EVERY_S:
             reported_at = time.monotonic()
-            output.log(kind, step, {"text": f"{text}, {100 * fraction:.0f} % done"})
+            output.log("validating", step, {"text": f"step {step}: validation, {100 * fraction:.0f} % done"})
 
     return report
-
-
-def caption_split(
-    context: Context,
-    folder: RunFolder,
-    split: str,
-    store: StoragePath | Path | None,
-    excluded: Sequence[str],
-    output: StageOutput,
-) -> None:
-    """Captions a split with the weights that a run delivers and the search of its section `evaluation`.
-
-    Every rank must call this function, and captions its share. Rank 0 writes predictions/<split>.json.
-
-    store: features of the initial backbone. If a stage has trained the delivered backbone, the images are read instead.
-    excluded: content keys of images without features. output: the output of the run's last stage.
-    """
-    prepare_processor(folder.config.workers.threads_per_worker)
-    captioner = _delivered_captioner(folder).to(context.device)
-    features = None
-    if captioner.backbone is None:
-        assert store is not None  # the stages had a frozen backbone, so they have read the store
-        features = open_store(store, folder.config.features)
-    images = model_inputs(folder.config, folder.dataset.without(excluded).split(split), features)
-    result = folder.result(output.stage)
-    assert result is not None
-    output.open_journal(result.steps)
-    report = _reporter(output, "event", result.steps, f"captions of {split}")
-    protocol = run_protocol(folder.config, folder.delivered())
-    output.log("event", result.steps, {"text": f"captions of {split}: {protocol.signature}"})
-    best = caption_images(captioner, images, folder.vocabulary, folder.config.evaluation, context, report)
-    if output.writes:
-        output.check_may_write()
-        path = folder.path / "predictions" / f"{split}.json"
-        write_predictions(path, {image: hypothesis.caption for image, hypothesis in best.items()})
-        folder.push("predictions", check_may_write=output.check_may_write)
-
-
-def _delivered_captioner(folder: RunFolder) -> Captioner:
-    """The captioner that a run delivers, with a backbone only if the run has trained the backbone."""
-    config = folder.config
-    has_trained = config.has_backbone and folder.delivered_weights("backbone").parent != folder.path / "init"
-    return _loaded(folder, config.backbone if has_trained else None, folder.delivered_weights)

@@ -20,7 +20,6 @@ import yaml
 from raycap.jobs import doctor
 from raycap.jobs.cli import main
 from raycap.jobs.doctor import Finding, check_machine
-from raycap.jobs.submit import used_variables
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
@@ -118,12 +117,6 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all(map(str.isprintable, lines)) and any(r"a file \u202e" in line for line in lines)
     assert lines[-1].endswith("cannot run here: disk, storage")
     assert main(["doctor", str(config), "--set", "seeed=1"]) == 2
-
-
-def test_the_variables_of_a_configuration(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("data: {root: '${ROOT}'}  # ${NOT_THIS}\n")
-    (tmp_path / "run.yaml").write_text("extends: base.yaml\n# ${NOR_THIS}\ntracking: {uri: 'http://${KEY}@x'}\n")
-    assert used_variables(tmp_path / "run.yaml") == ["KEY", "ROOT"]
 
 
 HEAD: Resources = {"node:__internal_head__": 1.0, "CPU": 0.0}

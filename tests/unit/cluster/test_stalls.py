@@ -46,7 +46,7 @@ def test_a_stall_is_reported_repeatedly_and_ended(clock: SimpleNamespace, log_li
         clock.now = 601.0
         threading.Event().wait(60)
     assert str(raised.value).startswith(
-        "training finished nothing within workers.max_stall_minutes (10 min); nodes: 1 x (1 CPU); "
+        "training finished nothing within 10 min (workers.max_stall_minutes of a configuration); nodes: 1 x (1 CPU); "
         "pending: 1 x (8 CPU); the same command"
     )
     assert log_lines[0].endswith("nodes: 1 x (1 CPU); pending: 1 x (8 CPU)") and len(log_lines) == 2

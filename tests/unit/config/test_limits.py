@@ -126,7 +126,7 @@ MISTAKES = [
     ("data.synthetic=null", "exactly one of data.synthetic and data.root"),
     ("data.annotations=other.json", "data.annotations belongs to a data set in data.root"),
     ("evaluation={num_results: 9}", "num_results = 9 is above evaluation.beam_size = 5 (the default); raise"),
-    ("evaluation.metrics=[CIDEr-R, CIDEr-R]", "evaluation.metrics contains CIDEr-R more than once"),
+    ("evaluation.metrics=[Div-1, Div-1]", "evaluation.metrics contains Div-1 more than once"),
     ("features={store: never, hdf5: synthetic}", "features.store is never, and without a backbone"),
     ("backbone.name=hf-hub:a/b", "backbone.name is 'hf-hub:a/b'"),
     ("backbone.image_size=30", "backbone.image_size is 30; it must be a multiple of the patches' 4 px"),
@@ -139,6 +139,7 @@ MISTAKES = [
     ("seed=" + "[" * 1_100, "--set seed is nested more than"),
     ("seed=" + "9" * 900, "(900 characters): input should be less than"),
     ("a" * 100_000 + "=1", "characters)"),
+    ("a." * 1_000 + "a=1", "no key has more than 32 parts"),
     ("data.root=${NOT_SET_ANYWHERE}", "needs the environment variable NOT_SET_ANYWHERE"),
 ]
 

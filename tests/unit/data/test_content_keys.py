@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from raycap.pipeline.data.content_keys import MANIFEST, HashedFiles, hash_with_threads, take_snapshot
+from raycap.pipeline.data.content_keys import MANIFEST, HashedFiles, hash_files, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.images import ImageLocation, read_image_file
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import Entry, StorageOptions
+from raycap.pipeline.storage.s3 import Entry
 from raycap.pipeline.storage.tables import read_cache
 from tests.support.buckets import Bucket
 from tests.support.damage import cut
@@ -42,16 +44,14 @@ def key_of(uri: str) -> str:
 
 
 class Noted:
-    """A `HashFiles` that hashes with threads and records the files. The results of each part come in another order."""
+    """`hash_files`, which records the files that it reads."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
 
-    def __call__(self, uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
+    def __call__(self, uris: pa.Array, *others: Any) -> Iterator[HashedFiles]:
         self.read = uris.to_pylist()
-        for part in hash_with_threads(uris, options):
-            order = np.arange(len(part.numbers))[::-1]
-            yield HashedFiles(part.numbers[order], [part.keys[number] for number in order], part.reasons)
+        return hash_files(uris, *others)
 
 
 def change(root: Path, rng: np.random.Generator) -> None:
@@ -99,7 +99,7 @@ def test_snapshots_are_those_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest
             change(root, rng)
         uris, noted = any_uris(root, rng), Noted()
         expected = plain_snapshot(uris, stored, key_of)
-        found, unreadable = take_snapshot(images(uris), path, hash_files=noted)
+        found, unreadable = take_snapshot(images(uris), path, hash_new=noted)
         found.table.validate(full=True)
         assert found.column("key") == expected.keys and found.column("uri") == uris
         assert unreadable == expected.unreadable
@@ -117,10 +117,8 @@ def test_snapshots_of_a_bucket_are_those_of_a_plain_loop(tmp_path: Path, monkeyp
     bucket = Bucket([*[f"c/other/{number}" for number in range(2000)], *names])
     bucket.install(monkeypatch)
 
-    def hash_files(uris: pa.Array, _: StorageOptions) -> Iterator[HashedFiles]:
-        texts = uris.to_pylist()
-        keys: list[str | None] = [hashlib.sha256(f"{uri} {bucket.objects}".encode()).hexdigest() for uri in texts]
-        yield HashedFiles(np.arange(len(texts)), keys, {})
+    def hash_names(uris: pa.Array, *_: Any) -> Iterator[HashedFiles]:
+        yield [hashlib.sha256(f"{uri} {bucket.objects}".encode()).hexdigest() for uri in uris.to_pylist()], {}
 
     for _ in range(12):
         uris = [f"s3://bucket/{name}" for name in rng.choice(names, int(rng.integers(1, 60)))]
@@ -132,7 +130,7 @@ def test_snapshots_of_a_bucket_are_those_of_a_plain_loop(tmp_path: Path, monkeyp
         texts = f"{bucket.objects}"
         expected = plain_snapshot(uris, stored, lambda uri: hashlib.sha256(f"{uri} {texts}".encode()).hexdigest())  # noqa: B023
         bucket.asked.clear()
-        found, unreadable = take_snapshot(images(uris), tmp_path / "manifest.parquet", hash_files=hash_files)
+        found, unreadable = take_snapshot(images(uris), tmp_path / "manifest.parquet", hash_new=hash_names)
         asked += len(bucket.asked)
         assert found.column("key") == expected.keys
         assert unreadable == expected.unreadable
@@ -150,17 +148,15 @@ def test_a_kill_keeps_what_was_written_and_a_damaged_manifest_is_made_again(
     for name, value in (("_URIS_PER_SLICE", 10), ("_WRITE_EVERY_S", 0), ("_WRITE_SHARE", 1e9)):
         monkeypatch.setattr(f"raycap.pipeline.data.content_keys.{name}", value)
 
-    def hash_some(uris: pa.Array, options: StorageOptions) -> Iterator[HashedFiles]:
-        for number, part in enumerate(hash_with_threads(uris, options)):
-            if number == 3:
-                raise KeyboardInterrupt
-            yield part
+    def hash_some(uris: pa.Array, *others: Any) -> Iterator[HashedFiles]:
+        yield from itertools.islice(hash_files(uris, *others), 3)
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        take_snapshot(images(uris), path, hash_files=hash_some)
+        take_snapshot(images(uris), path, hash_new=hash_some)
     noted = Noted()
-    whole = take_snapshot(images(uris), path, hash_files=noted)[0]
+    whole = take_snapshot(images(uris), path, hash_new=noted)[0]
     assert noted.read == uris[30:]
     cut(path)
-    assert take_snapshot(images(uris), path, hash_files=noted)[0].table.equals(whole.table)
+    assert take_snapshot(images(uris), path, hash_new=noted)[0].table.equals(whole.table)
     assert noted.read == uris and any(str(path) in line for line in log_lines)

@@ -27,7 +27,6 @@ from tests.support.exports import (
     Export,
     make_captioner_bundle,
     make_images,
-    make_regions,
     torch_captions,
 )
 
@@ -38,16 +37,10 @@ QUICK = "expansionnet"  # `make proof` exports the others
 def captions_of(folder: Path, name: str, batch_size: int, **search: Any) -> tuple[list[Caption], Features]:
     """The exported captioner's captions, and the same inputs for the model."""
     captioner, bundle = Captioner(folder, threads=1), make_captioner_bundle(name)
-    if bundle.transform is not None:
-        images = make_images(NUM_IMAGES)
-        pixels = torch.stack([bundle.transform(image) for image in images])
-        return captioner.caption(images, batch_size=batch_size, **search), Features(pixels)
-    values = make_regions(name, NUM_IMAGES, 5)
-    found: list[Caption] = []
-    for start in range(0, NUM_IMAGES, batch_size):
-        batch = {key: each[start : start + batch_size] for key, each in values.items()}
-        found += captioner.caption_features(batch, **search)
-    return found, Features(*map(torch.from_numpy, values.values()))
+    assert bundle.transform is not None
+    images = make_images(NUM_IMAGES)
+    pixels = torch.stack([bundle.transform(image) for image in images])
+    return captioner.caption(images, batch_size=batch_size, **search), Features(pixels)
 
 
 def assert_equal(ours: list[Caption], theirs: list[Caption]) -> None:
@@ -143,7 +136,7 @@ def test_the_comparison_sees_a_wrong_cache(exported: Export) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle, out = make_bundle(tmp_path / "bundle", backbone=False), tmp_path / "new" / "out"
+    bundle, out = make_bundle(tmp_path / "bundle"), tmp_path / "new" / "out"
     assert main(["export", str(bundle), "-o", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"The captioner: {out}"
@@ -152,6 +145,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert content["opset"] == 20 and content["name"] == "small"
     assert main(["export", str(bundle), "-o", str(out)]) == 2
     assert f"--out {out} exists and is not empty" in capsys.readouterr().err
+    regions = make_bundle(tmp_path / "regions", backbone=False)
+    assert main(["export", str(regions), "-o", str(tmp_path / "other")]) == 2
+    assert "BUNDLE: this bundle has no backbone" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_one_sentence(

@@ -35,7 +35,7 @@ from raycap_onnx.__main__ import main
 from raycap_onnx.description import Words
 from raycap_onnx.images import Transform, load_image
 from tests.conftest import ROOT
-from tests.support.exports import WORDS, Export, make_captioner_bundle, make_images, make_regions, torch_captions
+from tests.support.exports import WORDS, Export, make_captioner_bundle, make_images, torch_captions
 
 SOURCES = sorted((ROOT / "raycap_onnx").glob("*.py"))
 
@@ -241,7 +241,6 @@ def setting(key: str, value: Any) -> Craft:
 HOSTILE: dict[str, Craft] = {
     r"format is 1, not 2; export the model again": setting("format", 1),
     r"describes no captioner \(TypeError: .*; export the model again": setting("search", [1]),
-    r"describes no captioner \(AttributeError": setting("features", [1]),
     r"beam_size is 1000000000": setting("search.beam_size", 10**9),
     r"max_length is 13": setting("search.max_length", 13),
     r"ranking is nan": setting("search.ranking", float("nan")),
@@ -305,19 +304,3 @@ def test_arguments_out_of_range(exported: Export) -> None:
     for search in ({"beam_size": 0}, {"max_length": 13}, {"batch_size": 0}):
         with pytest.raises(CaptionerError, match=f"{next(iter(search))} is"):
             captioner.caption([image], **search)
-    with pytest.raises(CaptionerError, match="captions image; given are features"):
-        captioner.caption_features({"features": np.zeros((1, 2, 3))})
-
-
-@pytest.mark.proof
-def test_a_captioner_of_regions_asks_for_features_and_boxes(exported: Export) -> None:
-    regions = Captioner(exported("mask token")[0], threads=1)
-    with pytest.raises(CaptionerError, match="captions the features of regions"):
-        regions.caption(make_images(1))
-    inputs = make_regions("mask token", 2, 3)
-    assert len(regions.caption_features(inputs)) == 2
-    with pytest.raises(CaptionerError, match=r"features has the shape \(2,\)"):
-        regions.caption_features(inputs | {"features": np.zeros(2)})
-    del inputs["boxes"]
-    with pytest.raises(CaptionerError, match="captions boxes, features, lengths; given are features, lengths"):
-        regions.caption_features(inputs)

@@ -1,12 +1,10 @@
-"""The precision `auto` of extractions and searches, and a shard that is written while the next one is computed."""
+"""The precision `auto` of extractions, and a shard that is written while the next one is computed."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,14 @@ import torch
 
 from raycap.models.config import BackboneConfig
 from raycap.models.encoders.backbone import Backbone
-from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import FeatureSection
-from raycap.pipeline.features import extraction, precision
+from raycap.pipeline.features import extraction
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
-from raycap.pipeline.features.precision import (
-    extraction_precision,
-    measure_extraction,
-    measure_search,
-    with_search_precision,
-)
+from raycap.pipeline.features.precision import decided_precision, measure_extraction
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
-from tests.conftest import small_config
 
 SWIN = BackboneConfig(
     "swin_tiny_patch4_window7_224", image_size=32, embed_dim=8, depths=(2, 2), num_heads=(2, 2), window_size=4
@@ -40,22 +30,14 @@ SWIN = BackboneConfig(
 WAIT_S = 60
 
 
-def not_watched() -> AbstractContextManager[Callable[[], object]]:
-    return nullcontext(lambda: None)
-
-
-def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path) -> None:
     """A second measurement, on another machine for example, could decide otherwise."""
     measured = [PrecisionTimes("this processor", float32=1.0, bfloat16=0.5)]
-    place, original = storage_path(tmp_path), precision.decided_precision
-
-    def here(work: Any, folder: StoragePath, _: object, **words: str) -> str:
-        return original(work, folder, measured.pop, **words)
+    place = storage_path(tmp_path)
 
     def decide(backbone: BackboneConfig = SWIN, folder: StoragePath = place, **settings: Any) -> str:
-        return extraction_precision(backbone, FeatureSection(**settings), folder, not_watched)
+        return decided_precision(backbone, FeatureSection(**settings), folder, measured.pop)
 
-    monkeypatch.setattr(precision, "decided_precision", here)
     assert decide() == "bfloat16" and not measured
     measured.append(PrecisionTimes("another", float32=0.1, bfloat16=0.5))
     assert decide() == decide(batch_size=64, num_actors=3) == "bfloat16" and len(measured) == 1, "kept"
@@ -130,51 +112,3 @@ def test_features_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pyt
     done = writer(batch(1))
     assert [bool(reason) for reason in done["reason"]] == [True, False, True], "the first of each batch of two"
     assert "not finite in float16" in done["reason"][0] and len(FeatureStore(tmp_path / "store")) == 1
-
-
-SYSTEMS: list[dict[str, Any]] = [
-    {},
-    {"name": "transformer"},
-    {"name": "meshed_memory", "num_memory_slots": 2},
-    {"name": "clustformer"},
-    {"name": "clustformer", "grid": [4, 4]},
-]
-
-
-def config_of(folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
-    values = small_config(folder) | {"evaluation": {"precision": "auto", "beam_size": 2}}
-    values["model"] = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1} | (
-        model or {}
-    )
-    return parse_config(values | changes)
-
-
-@pytest.mark.parametrize("model", SYSTEMS, ids=str)
-def test_a_search_of_each_system_can_be_timed(tmp_path: Path, model: dict[str, Any]) -> None:
-    times = measure_search(config_of(tmp_path, model))
-    assert times.device == "CPU" and 0 < times.float32 < 60 and 0 < times.bfloat16 < 60
-
-
-def test_the_first_command_measures_where_a_worker_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-
-    def decided(work: dict[str, Any], folder: Any, measure: Any, *, label: str, measured: str) -> str:
-        return str(measure().fastest)
-
-    class Task:
-        def options(self, **resources: Any) -> Task:
-            started.append(f"{resources['num_cpus']} CPUs")
-            return self
-
-        def remote(self, config: RunConfig) -> PrecisionTimes:
-            assert not config.tracking.enabled, "the tracker's address was sent to a worker"
-            return PrecisionTimes("CPU", float32=1.0, bfloat16=0.1)
-
-    monkeypatch.setattr(precision, "decided_precision", decided)
-    monkeypatch.setattr("ray.remote", lambda function: Task())
-    monkeypatch.setattr("ray.get", lambda result: result)
-    config = config_of(tmp_path, workers={"num_workers": 1, "cpus_per_worker": 2})
-
-    monkeypatch.setattr(precision, "start_ray", lambda *_: started.append("Ray"))
-    assert with_search_precision(config, None).evaluation.precision == "bfloat16"
-    assert started == ["Ray", "2.0 CPUs"]

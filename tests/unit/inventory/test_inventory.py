@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.jobs.runs import Content, Removal, plan_removals, read_contents, remove
+from raycap.jobs.runs import Content, plan_removals, read_contents, remove
 from raycap.pipeline.runs.folder import try_lock
 from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -50,21 +50,18 @@ def run_of(storage: FakeStorage, name: str = "demo-1") -> Content:
     return next(run for run in read_contents(storage.place)["runs"] if run.name == name)
 
 
-def plan(storage: FakeStorage, days: float = 30) -> list[Removal]:
-    return plan_removals(storage.place, read_contents(storage.place), days)[0]
+def plan(storage: FakeStorage) -> set[str]:
+    """The paths of what can be removed."""
+    return {removal.content.path for removal in plan_removals(storage.place, read_contents(storage.place))[0]}
 
 
-def kept(storage: FakeStorage) -> list[str]:
-    return plan_removals(storage.place, read_contents(storage.place), 30)[1]
-
-
-def names(removals: list[Removal]) -> dict[str, str]:
-    return {removal.content.path: removal.kind for removal in removals}
+def kept(storage: FakeStorage) -> str:
+    return plan_removals(storage.place, read_contents(storage.place))[1]
 
 
 def remove_all(storage: FakeStorage) -> None:
-    for removal in plan(storage):
-        assert remove(storage.place, removal), removal
+    for path in plan(storage):
+        remove(storage.place / path)
 
 
 def test_everything_is_listed_and_nothing_written(storage: FakeStorage, wait: Wait) -> None:
@@ -118,22 +115,18 @@ def test_foreign_files_are_never_touched(local: FakeStorage, wait: Wait) -> None
         local.write(name, b"1")
     local.write("models/readme", b"1")
     local.write("retrain/x/y/z", b"1")
-    local.write("searches/a/notes.txt", b"1")
     local.write("features/mine/1.npy", b"1")
     wait(100)
     found = read_contents(local.place)["runs"]
-    assert {run.name: run.state for run in found} == {"mine": "foreign", "other": "foreign"}
-    assert plan(local) == []
+    assert {run.name: run.state for run in found} == {"mine": "unprepared", "other": "unprepared"}
+    assert not plan(local) and not kept(local)
 
 
 def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
     storage.run("demo-1")
     storage.run("demo-old", 1, complete=False)
-    storage.run("demo-trial", 1, complete=False)
-    storage.run("demo-lost", 0, complete=False)
-    storage.run("demo-trained", 2, complete=False)
-    storage.search("s-1", **{"demo-trial": "running"})
-    storage.champion("demo", "demo-lost")
+    storage.search("s-1", **{"demo-old": "running"})
+    storage.champion("demo", "demo-1")
     for name, backbone in (
         ("f1", "demo-1 backbone"),
         ("f2", "demo-old-xe backbone"),
@@ -141,24 +134,16 @@ def test_what_can_be_removed(storage: FakeStorage, wait: Wait) -> None:
         ("f4", None),
     ):
         storage.features(name, backbone)
-    wait(20)
-    assert "runs/demo-old" not in names(plan(storage))
-    wait(20)
-    found = names(plan(storage))
-    assert found == {
-        "features/f3": "features",
-        "features/f4": "features",
-        "runs/demo-old": "run",
-    }
-    assert "runs/demo-old" not in names(plan(storage, 60))
+    wait(0.5)
+    assert not plan(storage)
+    wait(1)
+    found = plan(storage)
+    assert found == {"features/f3", "features/f4"}
     before = storage.names()
     remove_all(storage)
     assert before - storage.names() == {
         name for name in before if any(name.startswith(f"{removed}/") for removed in found)
     }
-    after = plan(storage)
-    assert set(names(after)) == {"features/f2"}, "only the removed run had its backbone"
-    remove_all(storage)
     assert not plan(storage) and read_contents(storage.place)["runs"]
 
 
@@ -173,79 +158,42 @@ def test_what_is_not_known_is_kept(local: FakeStorage, wait: Wait, damage: str) 
     else:
         (local.place / "runs/demo-1/init/digests.json").delete()
     wait(40)
-    found = plan(local)
-    assert kept(local) and ("runs/demo-1" in names(found)) is (damage == "no digests")
-    assert "features/f1" not in names(found)
+    assert kept(local) and not plan(local)
 
 
-def test_a_killed_removal_on_disk(tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the kill what remains has a hidden name, and the next plan has it."""
-    storage = FakeStorage(storage_path(tmp_path))
-    storage.run("demo-1")
-    storage.run("demo-2", 1, complete=False)
-    storage.features("f1", "of no run")
-    wait(40)
-
-    def die(path: Path, **_: object) -> None:
-        next(file for file in path.rglob("*") if file.is_file()).unlink()
-        raise Killed
-
-    found = plan(storage)
-    assert len(found) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr("raycap.jobs.runs.shutil.rmtree", die)
-        for removal in found:
-            with pytest.raises(Killed):
-                remove(storage.place, removal)
-            assert not (storage.place.path / removal.content.path).exists()
-    found = read_contents(storage.place)
-    assert [run.name for run in found["runs"]] == ["demo-1"] and not found["features"]
-    again = plan(storage)
-    assert len(again) == 2 and {removal.kind for removal in again} == {"leftover"}
-    remove_all(storage)
-    assert not plan(storage) and not list(tmp_path.rglob("*.tmp"))
+def test_a_leftover_of_a_killed_process(local: FakeStorage, wait: Wait) -> None:
+    local.write("runs/.demo-1.0123456789ab.tmp/init/model.safetensors", b"1")
+    assert not plan(local)
+    wait(2)
+    assert plan(local) == {"runs/.demo-1.0123456789ab.tmp"}
+    remove_all(local)
+    assert not any((local.place.path / "runs").iterdir())
 
 
-def test_a_removal_on_s3_that_is_killed_at_each_request(
-    s3: str, tmp_path: Path, wait: Wait, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_removal_that_is_killed(
+    storage: FakeStorage, wait: Wait, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """What remains is an unfinished run, or a store without the rows of missing shards; the next removal ends it."""
-    delete = StoragePath.delete
-    for kind, counts in (("run", (1, 5)), ("features", (1, 4))):
-        for count in counts:
-            storage = FakeStorage(StoragePath(f"s3://data/killed/{tmp_path.name}-{kind}-{count}", StorageOptions(s3)))
-            storage.run("demo-1")
-            if kind == "run":
-                storage.run("demo-2", 1, complete=False)
-            if kind == "features":
-                storage.features("f1", "of no run")
-            left = [count]
+    """What remains is a store without the rows of missing shards; the next removal ends it."""
+    delete, left = StoragePath.delete, [count]
+    storage.run("demo-1")
+    storage.features("f1", "of no run")
 
-            def dying(path: StoragePath, left: list[int] = left) -> None:
-                if not left[0]:
-                    raise Killed
-                left[0] -= 1
-                delete(path)
+    def dying(path: StoragePath) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        delete(path)
 
-            wait(40)
-            (removal,) = plan(storage)
-            with monkeypatch.context() as patch, pytest.raises(Killed):
-                patch.setattr(StoragePath, "delete", dying)
-                remove(storage.place, removal)
-            remaining = {name for name in storage.names() if name.startswith(f"{removal.content.path}/")}
-            if kind == "run":
-                assert run_of(storage, "demo-2").state in ("interrupted", "unprepared")
-                assert not any(name.endswith("DONE.json") for name in remaining), "the first to go"
-                if f"{removal.content.path}/run.json" in remaining:
-                    assert f"{removal.content.path}/init/model.safetensors" in remaining
-            if kind == "features":
-                shards = {name.split("/")[-1].partition(".")[0] for name in remaining if "/shards/" in name}
-                manifests = {name.split("/")[-1].partition(".")[0] for name in remaining if "/manifest/" in name}
-                assert manifests <= shards
-            if kind != "features" or any(name.endswith("/COMPLETE") for name in remaining):
-                remove_all(storage)
-                assert not any(name.startswith(f"{removal.content.path}/") for name in storage.names())
-            wait(-40)
+    wait(2)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(StoragePath, "delete", dying)
+        remove_all(storage)
+    remaining = [name.split("/") for name in storage.names() if name.startswith("features/f1/")]
+    manifests, shards = ({Path(name[-1]).stem for name in remaining if part in name} for part in ("manifest", "shards"))
+    assert manifests <= shards and plan(storage) == {"features/f1"}
+    remove_all(storage)
+    assert not any(name.startswith("features/") for name in storage.names())
 
 
 def test_links_are_not_followed(tmp_path: Path, wait: Wait) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +93,16 @@ def test_an_address_where_nothing_answers_is_not_left_to_ray(monkeypatch: pytest
         JobFailedError, match=rf"joined at {re.escape(address)}: nothing answers .*; check --address or RAY_ADDRESS$"
     ):
         connect(address)
+
+
+def test_a_ray_that_does_not_start_ends_with_one_sentence(tmp_path: Path) -> None:
+    """The paths of its sockets are longer than the system allows."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    command = [sys.executable, "-m", "raycap", "extract", "demo", "--set", f"storage={tmp_path}"]
+    command += ["--set", "data.synthetic.num_images=60"]
+    environment = os.environ | {"RAY_TMPDIR": str(folder)}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert re.search(r"Ray did not start \(.* cannot exceed 107 bytes: .*\); repeat", line)

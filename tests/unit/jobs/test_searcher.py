@@ -16,7 +16,7 @@ from tests.support.searches import LR, N_E, G, small_search
 
 Values = dict[str, Any]
 FEW: Values = {N_E: [1, 2, 4], LR: [0.1, 0.2]}
-CHOICES: Values = {G: {"groups": {str(2**k): [2**k] for k in range(2, 7)}}, N_E: [1, 2, 4, 8, 16]}
+CHOICES: Values = {G: [[2**k] for k in range(2, 7)], N_E: [1, 2, 4, 8, 16]}
 CHOICES |= {LR: {"low": 0.001, "high": 0.004, "step": 0.001}}
 
 

@@ -44,8 +44,6 @@ def test_ensembles_need_seeds_and_submitted_commands_take_them(tmp_path: Path) -
         evaluate(config, ensemble=True)
     values = parse_arguments("evaluate", [str(config), "--seeds", "3", "--ensemble"])
     assert (values["seeds"], values["ensemble"]) == (3, True)
-    values = parse_arguments("evaluate", [str(config), "--seeds", "2", "--compare", "a", "--compare", "b"])
-    assert (values["seeds"], list(values["compared"])) == (2, ["a", "b"])
     with pytest.raises(UserError, match="raycap run refuses these options: .*--seeds"):
         parse_arguments("run", [str(config), "--seeds", "0"])
 

@@ -47,19 +47,19 @@ def test_three_models_side_by_side(
     each = [json.loads((out / f"model-{n}" / "scores.json").read_text())["splits"]["test"] for n in (1, 2, 3)]
     scores = [np.array(list(entry["per_image_CIDEr-D"].values())) for entry in each]
     assert len({tuple(entry["per_image_CIDEr-D"]) for entry in each}) == 1
-    for name, entry, own in zip(content["models"], each, scores, strict=True):
+    for name, entry in zip(content["models"], each, strict=True):
         assert content["scores"][name] == entry["scores"]
-        low, high = content["intervals"][name]["CIDEr-D"]
-        assert low <= own.mean() <= high and (low < high) == (own.std() > 0)
-        assert "BLEU-4" not in content["intervals"][name], "it is no mean over images"
     assert list(content["differences"]) == ["best (2)", "demo-x-0123"]
     for name, own in zip(content["differences"], scores[1:], strict=True):
-        assert content["differences"][name]["CIDEr-D"]["mean"] == pytest.approx((own - scores[0]).mean())
+        difference = content["differences"][name]
+        assert difference["CIDEr-D"]["mean"] == pytest.approx((own - scores[0]).mean())
+        assert difference["CIDEr-D"]["low"] <= difference["CIDEr-D"]["mean"] <= difference["CIDEr-D"]["high"]
+        assert "BLEU-4" not in difference, "it is no mean over images"
     assert f"comparison   {out / 'compare.html'}" in log_lines
     assert any("best (2) (this) and best (1) (other)" in line for line in log_lines)
 
     page = (out / "compare.html").read_text()
-    for title in ("Intervals", "Differences", "Cost"):
+    for title in ("Differences", "Cost"):
         assert f"<h2>{title}</h2>" in page and f'">{title}</a>' in page
     gaps = {
         int(image): max(own[row] for own in scores) - min(own[row] for own in scores)
@@ -70,3 +70,16 @@ def test_three_models_side_by_side(
     assert page.count("<dt>best (2), CIDEr-D ") == len(shown) == page.count("data:image/jpeg")
     assert f"The {len(shown)} of 5 images" in page
     assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_seeds_of_one_system_are_compared_together(
+    tmp_path: Path, bundles: list[str], config: Path, without_ray: None, log_lines: list[str]
+) -> None:
+    out = tmp_path / "out"
+    assert compare_models([",".join(bundles[:2]), bundles[2]], config, out=str(out)) == 0
+    content = json.loads((out / "compare.json").read_text())
+    values = [content["scores"][name]["ROUGE-L"] for name in ("best (1)", "best (2)", "demo-x-0123")]
+    difference = content["differences"]["demo-x-0123"]["ROUGE-L"]
+    assert difference["mean"] == pytest.approx(values[2] - sum(values[:2]) / 2)
+    assert any("difference by image and seed" in line for line in log_lines)
+    assert "Each system minus best (1), best (2), with 95 %" in (out / "compare.html").read_text()

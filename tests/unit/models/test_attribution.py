@@ -12,7 +12,7 @@ from raycap.models.base import CaptionModel, Features, Memory
 from raycap.models.captioner import build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.models.decoding.cache import TreeCache
-from raycap.models.explain.attribution import integrated_gradients
+from raycap.models.explain.attribution import integrated_gradients, shares
 
 SIZES = ModelSizes(feature_width=6, vocabulary_size=11, max_positions=9, sos=0, eos=1, pad=2)
 SMALL = {"d_model": 16, "d_ff": 24, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
@@ -76,9 +76,8 @@ def test_a_linear_score_is_attributed_exactly() -> None:
     for word, position in ((0, 1.0), (2, 3.0)):  # those where word 4 follows
         score = position * parts.sum()
         change = torch.log(score.exp() / (score.exp() + 10)) - torch.log(torch.tensor(1 / 11))
-        torch.testing.assert_close(found.change[word], change)
-        torch.testing.assert_close(found.values[word], parts / parts.sum() * change, rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(found.shares()[0] * found.change[0].sign(), parts / parts.sum(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(found[word], parts / parts.sum() * change, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(shares(found)[0] * found[0].sum().sign(), parts / parts.sum(), rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "expansionnet_v2"])  # see the module's head
@@ -89,16 +88,15 @@ def test_attributions_add_up_to_the_change_of_the_log_probability(name: str) -> 
     for scale in (1.0, 0.0):
         logits = model(replace(features, tokens=scale * features.tokens), TOKENS[None, :-1])
         ends.append(logits.log_softmax(-1)[0].gather(1, TOKENS[1:, None])[:, 0])
-    torch.testing.assert_close(found.change, (ends[0] - ends[1]).detach())
-    assert found.values.shape == (4, 9)
+    assert found.shape == (4, 9)
     # kinks of the ReLUs cost a Gauss sum its exactness: 0.005 nats is 0.5 % of a probability
-    torch.testing.assert_close(found.values.sum(1), found.change, rtol=0, atol=5e-3)
-    assert bool((found.values.abs().amax(1) > 1e-3).all()), "the words do depend on the image"
+    torch.testing.assert_close(found.sum(1), (ends[0] - ends[1]).detach(), rtol=0, atol=5e-3)
+    assert bool((found.abs().amax(1) > 1e-3).all()), "the words do depend on the image"
     if features.lengths is not None:
-        assert bool((found.values[:, 7:] == 0).all()), "padding says nothing"
-    sums = found.shares().sum(1)
+        assert bool((found[:, 7:] == 0).all()), "padding says nothing"
+    sums = shares(found).sum(1)
     torch.testing.assert_close(sums.abs(), torch.ones_like(sums))
-    assert torch.equal(sums.sign(), found.values.sum(1).sign())
+    assert torch.equal(sums.sign(), found.sum(1).sign())
 
 
 def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None:
@@ -107,4 +105,4 @@ def test_the_model_is_left_as_it_was_and_inference_mode_is_no_obstacle() -> None
     with torch.inference_mode():
         found = integrated_gradients(model, Features(features.tokens * 1.0), TOKENS, 4)
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(found.values, integrated_gradients(model, features, TOKENS, 4).values), "dropout was on"
+    assert torch.equal(found, integrated_gradients(model, features, TOKENS, 4)), "dropout was on"

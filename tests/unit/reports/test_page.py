@@ -125,7 +125,7 @@ def test_the_page_shows_the_risk_and_the_reliability_of_each_split(tmp_path: Pat
     plots = [attributes for attributes in reader.all("div", "plot") if "coverage" in (attributes["aria-label"] or "")]
     points = json.loads(plots[0]["data-points"] or "")
     assert len(points) == 20 and points[-1][2] == "coverage 100%"
-    assert points[-1][3].startswith(f"{1 - good.mean():.1%} (") and html.count("#confidence") == 1
+    assert points[-1][3] == f"{1 - good.mean():.1%}" and html.count("#confidence") == 1
     assert all(0 <= x <= 100 and 0 <= y <= 100 for x, y, *_ in points)
     assert "#confidence" not in _written(tmp_path, _report())[0]
 

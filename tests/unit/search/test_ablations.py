@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.results import point_results
-from raycap.pipeline.search.spec import Search, load_search
+from raycap.pipeline.search.results import SearchResults
+from raycap.pipeline.search.spec import load_search
 from tests.conftest import small_config
 from tests.support.searches import trials_of, write_search
 
@@ -17,7 +17,7 @@ SIZES = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "nu
 METRICS = ["BLEU-4", "CIDEr-D", "SPICE"]
 
 
-def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **changes: Any) -> tuple[Search, Any]:
+def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **changes: Any) -> SearchResults:
     """A search over a system, and its results: trial n has the n-th score and n million multiply-accumulates."""
     settings: dict[str, Any] = {"algorithm": "grid", "budget": {}, "space": None, "compare": model["name"]}
     settings |= {"objectives": {"CIDEr-D": "max", "macs_executed": "min"}, "metrics": METRICS}
@@ -35,13 +35,13 @@ def results_of(tmp_path: Path, model: dict[str, Any], scores: list[float], **cha
             "costs": {"macs_executed": 1e6 * number, "parameters": 2e3},
         }
 
-    return search, point_results(search, trials_of(search, outcome))
+    return SearchResults.of(search, trials_of(search, outcome))
 
 
 def test_memory_slots_next_to_table_6(tmp_path: Path) -> None:
     space = {"model.num_memory_slots": [0, 20, 30]}
-    search, results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5, 0.5], space=space)
-    ((title, note, columns, rows),) = comparisons(search, results)  # one slot count of the paper's layers: no Table 7
+    results = results_of(tmp_path, {"name": "meshed_memory"}, [1.0, 1.5, 0.5], space=space)
+    ((title, note, columns, rows),) = comparisons(results)  # one slot count of the paper's layers: no Table 7
     assert "Table 6" in title and "the row 0 slots" in note and "SPICE" not in columns
     cells = {label: dict(zip(columns, row, strict=True)) for label, row in rows}
     assert list(cells) == ["0 slots", "20 slots", "40 slots", "60 slots", "80 slots"]
@@ -49,7 +49,7 @@ def test_memory_slots_next_to_table_6(tmp_path: Path) -> None:
     assert (cells["20 slots"]["CIDEr-D paper"], cells["20 slots"]["CIDEr-D paper +/-"]) == ("1.299", "+0.005")
     assert cells["20 slots"]["BLEU-4"] == "0.3750" and cells["20 slots"]["MMACs executed"] == "2.0"
     assert cells["40 slots"]["CIDEr-D"] == "" and cells["40 slots"]["CIDEr-D paper"] == "1.312"
-    ((_, _, short, _),) = comparisons(search, results, ("CIDEr-D",))
+    ((_, _, short, _),) = comparisons(results, ("CIDEr-D",))
     assert not any(name.startswith("BLEU") for name in short)
 
 
@@ -57,8 +57,8 @@ def test_rows_of_clustformer_are_found_by_all_their_settings(tmp_path: Path) -> 
     """Sampling 1 is no row of the paper."""
     rows: list[dict[str, Any]] = [{"model.encoder_clusters": "none", "model.decoder_clusters": "none"}]
     rows += [{"model.window": 2}, {"model.sampling": 4}, {"model.sampling": 1}, {"model.sampling": 2}]
-    search, results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], rows=rows)
-    ((title, _, columns, table),) = comparisons(search, results)
+    results = results_of(tmp_path, {"name": "clustformer"}, [1.0, 1.2, 1.1, 1.9, 1.4], space={"row": rows})
+    ((title, _, columns, table),) = comparisons(results)
     assert "Table 1 (Ada-ClustFormer)" in title
     scores = {label: row[columns.index("CIDEr-D")] for label, row in table}
     names = ["base", "decoder only", "encoder 2-D only", "encoder 1-D only", "without equation 6"]

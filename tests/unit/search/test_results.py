@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import csv
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 
-from raycap.jobs.tune.outcome import write_outcome
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.search.ablations import comparisons
+from raycap.pipeline.search.outcome import importances, write_outcome
 from raycap.pipeline.search.records import TRIALS, SearchFolder, TrialRecord
-from raycap.pipeline.search.report import importances, write_page
-from raycap.pipeline.search.results import (
-    PointResult,
-    front,
-    leaderboard,
-    leaderboard_text,
-    point_results,
-    trial_line,
-    write_configurations,
-    write_tables,
-)
+from raycap.pipeline.search.results import PointResult, SearchResults, trial_line
+from raycap.pipeline.search.spec import Search
 from tests.support.searches import LR, N_E, G, failed, finished, small_search, trials_of
 
 GRID: dict[str, Any] = {"algorithm": "grid", "budget": {}}
@@ -45,47 +35,49 @@ def test_validation_chooses_and_the_named_split_is_reported(tmp_path: Path) -> N
     """The test split would choose another point. Every table has means and spreads of both splits."""
     changes = {"score_split": "test", "metrics": ["BLEU-4"], "seeds": 3, "compare": "expansionnet_v2"}
     search = small_search(tmp_path, **GRID, **changes)
-    results = point_results(search, trials_of(search, noisy))
-    best = front(results, search.config.objectives)
-    assert results[0].label == "G 4 8, N_E 4" and results[0] in best
-    columns, rows = leaderboard(search, results, best)
-    assert columns == [
-        "state", "epochs", "seeds", "to the best",
-        "val CIDEr-D", "test CIDEr-D", "test BLEU-4", "MMACs", "k parameters",
-    ]  # fmt: skip
+    records = trials_of(search, noisy)
+    assert write_outcome(search, SearchFolder(tmp_path), records) == 0
+    results = SearchResults.of(search, records)
+    first = results.points[0]
+    assert first.label == "G 4 8, N_E 4" and first in results.front
+    _, note, columns, rows = results.leaderboard()
+    scores = ["val CIDEr-D", "test CIDEr-D", "test BLEU-4"]
+    assert columns == ["state", "epochs", "seeds", *scores, "MMACs", "k parameters"]
     cells = {label: dict(zip(columns, row, strict=True)) for label, row in rows}
     expected = np.array([8.1, 8.0, 8.2])
     assert cells["G 4 8, N_E 4"]["test CIDEr-D"] == f"{expected.mean():.4f} ± {expected.std(ddof=1):.4f}"
-    assert [cells[label]["to the best"] for label, _ in rows] == ["best", "equal", "", "", "", ""]
     assert cells["G 4, N_E 4"]["seeds"] == "2/3" and cells["G 4, N_E 4"]["val CIDEr-D"] == "4.1300 ± 0.0707"
-    text = leaderboard_text(search, results, best)
-    assert "Chosen on val, with CIDEr-D over the vocabulary's tokens" in text and "Reported on test" in text
+    assert "Chosen on val, with CIDEr-D over the vocabulary's tokens" in note and "Reported on test" in note
+    check_files(tmp_path, search, results)
+    line = trial_line(search, first.records[0])
+    assert "finished at epoch 2: val CIDEr-D 12.0800, test CIDEr-D 8.0000, " in line
 
-    write_tables(tmp_path, search, results, best)
-    table = pyarrow.parquet.read_table(tmp_path / "trials.parquet")
-    assert pyarrow.csv.read_csv(tmp_path / "trials.csv").column_names == table.column_names
-    row = next(row for row in table.to_pylist() if (row[G], row[N_E], row["seed"]) == ("4 8", 4, 1))
-    assert (row["val CIDEr-D"], row["test CIDEr-D"]) == pytest.approx((12.18, 8.1))
-    assert (row["rank"], row["seeds"], row["test CIDEr-D mean"]) == pytest.approx((1, 3, 8.1))
-    assert row["val CIDEr-D std"] == pytest.approx(0.1) and row["val BLEU-4"] == pytest.approx(0.12)
 
-    paths = write_configurations(tmp_path, search, results, best)
-    assert [path.name for path in paths] == ["best.yaml", *(f"front-{n}.yaml" for n in range(1, len(best) + 1))]
-    assert "test CIDEr-D 8.1000 ± 0.1000" in paths[0].read_text() and "seeds: 3/3" in paths[0].read_text()
-    for path, result in zip(paths, [results[0], *best], strict=True):
+def check_files(folder: Path, search: Search, results: SearchResults) -> None:
+    """The files of the results in the test above."""
+    with (folder / "trials.csv").open(newline="") as file:
+        row = next(row for row in csv.DictReader(file) if (row[G], row[N_E], row["seed"]) == ("4 8", "4", "1"))
+    values = [float(row[name]) for name in ("val CIDEr-D", "test CIDEr-D", "val BLEU-4", "macs")]
+    assert values == pytest.approx([12.18, 8.1, 0.12, 12])
+    assert (row["rank"], row["on_front"], row["state"]) == ("1", "True", "finished")
+
+    best = folder / "best.yaml"
+    assert "test CIDEr-D 8.1000 ± 0.1000" in best.read_text() and "seeds: 3/3" in best.read_text()
+    fronts = [folder / f"front-{number}.yaml" for number in range(1, len(results.front) + 1)]
+    assert sorted(folder.glob("front-*.yaml")) == fronts
+    for path, result in zip([best, *fronts], [results.points[0], *results.front], strict=True):
         config = load_config(path)
         assert config.model.dynamic_expansion == search.space.changes(result.point)[N_E]
         assert config.stages == search.base.stages, "the whole recipe, not the trial's"
 
-    (_, note, _, compared), _ = comparisons(search, results)
+    ((_, note, columns, compared),) = comparisons(results)
+    assert columns[-2:] == ["TMACs", "TMACs paper"] and compared[0][1][-2:] == ["", "9.28"]
     assert "means over seeds of the split test" in note and "Karpathy validation" in note
     assert not any(row[0] for _, row in compared), "no row of the paper has these groups"
-    page = write_page(tmp_path, search, results, best).read_text()
+    page = (folder / "search.html").read_text()
     assert "test CIDEr-D" in page and "± 0.0707" in page
     assert "&lt;b&gt;diverged" in page and "<b>diverged" not in page
-    assert 'src="data:image/png;base64,' in page and (tmp_path / "pareto.png").stat().st_size > 10_000
-    line = trial_line(search, results[0].records[0])
-    assert "finished at epoch 2: val CIDEr-D 12.0800, test CIDEr-D 8.0000, " in line
+    assert 'src="data:image/png;base64,' in page and (folder / "pareto.png").stat().st_size > 10_000
 
 
 def slow_front(results: list[PointResult]) -> set[str]:
@@ -109,9 +101,9 @@ def test_the_order_and_the_front_of_random_results(tmp_path: Path, seed: int) ->
 
     search = small_search(tmp_path, **GRID, space={N_E: list(range(1, 6)), LR: [0.1, 0.2, 0.3, 0.4]}, seeds=2)
     records = trials_of(search, outcome)
-    results = point_results(search, records)
-    best = front(results, search.config.objectives)
-    assert {result.label for result in best} == slow_front(results)
+    found = SearchResults.of(search, records)
+    results = found.points
+    assert {result.label for result in found.front} == slow_front(results)
     states = ["finished", "stopped", "failed"]
     assert [states.index(result.state) for result in results] == sorted(states.index(each.state) for each in results)
     means = [result.mean("CIDEr-D") for result in results if result.state == "finished"]
@@ -134,16 +126,11 @@ def test_the_importance_is_that_of_the_key_that_matters(tmp_path: Path) -> None:
     assert shares[N_E] > 0.9 and "after epoch 1, the last that all 16 trials reached" in note
 
 
-def test_trials_of_later_experiments_replace_earlier_ones(tmp_path: Path) -> None:
-    """A trial that changed its point, as in a population, is there once, and so are two trials at one point."""
-    folder, at_1, at_2 = SearchFolder(tmp_path), {N_E: 1}, {N_E: 2}
+def test_trials_are_written_and_read(tmp_path: Path) -> None:
+    folder, records = SearchFolder(tmp_path), [TrialRecord("a", {N_E: 1}, 0, "finished", reports=[(1.0, 0.5)])]
     assert folder.records() == []
-    folder.write([TrialRecord("a", at_1, 0), TrialRecord("b", at_2, 0, "finished")])
-    folder.write([TrialRecord("a", at_2, 0), TrialRecord("c", at_2, 0)])
-    assert [(each.trial_id, each.point) for each in folder.records()] == [("a", at_2), ("c", at_2)]
-    folder.write([TrialRecord("d", at_2, 0, "finished", reports=[(1.0, 0.5)]), TrialRecord("e", at_2, 1)])
-    assert [each.trial_id for each in folder.records()] == ["d", "e"]
-    assert folder.records()[0].reports == [(1.0, 0.5)], "not lists in a list, as in JSON"
+    folder.write(records)
+    assert folder.records() == records, "reports are not lists in a list, as in JSON"
     (tmp_path / TRIALS).write_text("[{")
     with pytest.raises(DamagedError, match=r"trials\.json is damaged"):
         folder.records()
@@ -159,13 +146,11 @@ def test_pictures_that_fail_cost_no_result_and_are_made_by_the_next_call(
     records = trials_of(search, lambda changes, seed: finished(changes[N_E] / 10, 100.0))
     pictures = [tmp_path / name for name in ("search.html", "pareto.png")]
     with monkeypatch.context() as failing:
-        for name in ("comparisons", "importances", "write_page"):
-            failing.setattr(f"raycap.jobs.tune.outcome.{name}", broken)
+        failing.setattr("raycap.pipeline.search.outcome.pareto_plot", broken)
         assert write_outcome(search, folder, records) == 0
-    for name in ("comparisons", "importance", "page with the plot"):
-        expected = f"the {name} could not be made (RuntimeError: broken on purpose); the same command makes it again"
-        assert log_lines.count(expected) == 1
-    assert all((tmp_path / name).is_file() for name in ("trials.parquet", "trials.csv", "best.yaml"))
+    reason = "could not be made (RuntimeError: broken on purpose); the same command makes it again"
+    assert f"the page with its plot and tables {reason}" in log_lines
+    assert all((tmp_path / name).is_file() for name in ("trials.csv", "best.yaml"))
     assert not any(path.exists() for path in pictures)
     assert write_outcome(search, folder, records) == 0 and all(path.is_file() for path in pictures)
     assert write_outcome(search, folder, trials_of(search, lambda *_: failed("x"))) == 1

@@ -12,7 +12,7 @@ from raycap.pipeline.config.load import parse_config, parse_section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.comparison.published import published_tables
 from raycap.pipeline.search.results import selection_note
-from raycap.pipeline.search.space import GenerateSection, SpaceSection, show_value, space_of
+from raycap.pipeline.search.space import Dimension, Space, show_value
 from raycap.pipeline.search.spec import Search, SearchConfig, load_search
 from tests.conftest import ROOT
 from tests.support.checkout import own
@@ -56,48 +56,45 @@ def test_the_ablations_are_the_papers(name: str, title: str, monkeypatch: pytest
     assert set(table.columns) <= set(search.config.metrics)
 
 
-def test_groups_by_rule() -> None:
-    both = GenerateSection(groups=(1, 3), smallest=16, largest=64, spacing=("doubling", "equal"))
-    assert both.generated() == [[16], [32], [64], [16, 32, 64], [16] * 3, [32] * 3, [64] * 3]
-    paper = GenerateSection(groups=(5,), smallest=32, largest=512)
-    assert paper.generated() == [[32, 64, 128, 256, 512]]
-    assert GenerateSection(groups=(2,), smallest=3, largest=12).generated() == [[3, 6], [6, 12]]
-
-
 def test_points_and_labels() -> None:
-    listed = SpaceSection(groups={"none": None, "paper": (32, 64)})
-    step, rate = SpaceSection(low=2, high=6, step=2), SpaceSection(low=1e-4, high=1e-2, log=True)
-    space, point = space_of({G: listed, N_E: step, LR: rate}), {G: "paper", N_E: 4, LR: 1e-3}
-    assert space.size == float("inf") and space_of({N_E: SpaceSection(low=2, high=6)}).size == 5
+    listed, step, rate = (
+        Dimension(choices=([32, 64],)),
+        Dimension(low=2, high=6, step=2),
+        Dimension(low=1e-4, high=1e-2),
+    )
+    space, point = Space({G: listed, N_E: step, LR: rate}), {G: "32 64", N_E: 4, LR: 1e-3}
+    assert space.size == float("inf") and Space({N_E: Dimension(low=2, high=6)}).size == 5
     assert space.changes(point) == {G: [32, 64], N_E: 4, LR: 1e-3}
-    assert space.describe(point) == "G paper, N_E 4, xe_frozen lr 0.001"
-    assert [show_value(v) for v in (None, [128] * 5, [8, 16], 0.5)] == ["attention", "128 x 5", "8 16", "0.5"]
-    finite = space_of({G: SpaceSection(choices=([4], [4, 8])), N_E: SpaceSection(choices=(2, None))})
+    assert space.describe(point) == "G 32 64, N_E 4, xe_frozen lr 0.001"
+    assert [show_value(v) for v in (None, [128] * 5, [8, 16], 0.5)] == ["null", "128 x 5", "8 16", "0.5"]
+    finite = Space({G: Dimension(choices=([4], [4, 8])), N_E: Dimension(choices=(2, None))})
     labels = [finite.describe(point) for point in finite.points()]
-    assert labels == ["G 4, N_E 2", "G 4, N_E attention", "G 4 8, N_E 2", "G 4 8, N_E attention"]
+    assert labels == ["G 4, N_E 2", "G 4, N_E null", "G 4 8, N_E 2", "G 4 8, N_E null"]
+    assert Dimension(low=0.1, high=0.4, step=0.1).listed() == [0.1, 0.2, 0.3, 0.4]
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"space": {"model.d_modle": [1, 2]}}, ["unknown key model.d_modle", "did you mean d_model"]),
-        ({"space": {"stages.nothere.lr": [1, 2]}}, ["'nothere' is none of xe_frozen"]),
-        ({"space": {"model.num_heads": [2, 3]}}, ["space.model.num_heads: the choice 3", "d_model = 16 does not"]),
-        ({"space": {G: {"generate": {"groups": [3], "smallest": 8, "largest": 16}}}}, ["no 3 groups fit between"]),
+        ({"space": {"model.d_modle": [1, 2]}}, ["space, at d_modle 1: unknown key model.d_modle: did you mean d_mod"]),
+        ({"space": {"stages.nothere.lr": [1, 2]}}, ["nothere.lr: the stages of a trial are xe_frozen"]),
+        ({"space": {"model.num_heads": [2, 3]}}, ["space, at num_heads 3: ", "d_model = 16 does not"]),
+        ({"space": {N_E: ["x"]}}, ["space, at N_E x: model.dynamic_expansion = 'x': input should be"]),
+        ({"space": {"row": [4]}}, ["space.row lists mappings of keys to values"]),
+        ({"trial": {"set": {"evaluation.beam_sise": 1}}}, ["unknown key evaluation.beam_sise: did you mean beam_size"]),
         ({"space": {N_E: {"low": 1, "high": 10**12, "step": 1}}}, ["more than 100,000 numbers", "give a larger step"]),
         ({"space": {G: [[4], [10**10] * 9]}}, ["parameters, and the limit is 100,000,000,000"]),
         ({"score_split": "train"}, ["score_split is train, which is neither data.val_split (val)", "(test, novel)"]),
-        ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot", "extracted once"]),
-        ({"space": {"stages.scst_frozen.lr": [1.0, 2.0]}}, ["no trial runs the stage scst_frozen", "trial.stages"]),
+        ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot", "use the key set"]),
+        ({"space": {"stages.scst_frozen.lr": [1.0, 2.0]}}, ["the stages of a trial are xe_frozen"]),
         ({"objectives": {"CIDEr": "max"}}, ["no trial reports 'CIDEr'", "known: CIDEr-D, macs"]),
         ({"trial": {"stages": ["xe_finetune", "scst_frozen"]}}, ["need new features", "extracts them once"]),
-        ({"budget": {"trials": 5}, "seeds": [0, 1]}, ["budget.trials = 5 does not divide by 2 seeds", "take 4"]),
         ({"scheduler": "pbt"}, ["space.model.static_expansion", "copies weights"]),
-        ({"scheduler": "pbt", "algorithm": "tpe"}, ["set algorithm to random, and budget.trials"]),
+        ({"scheduler": "pbt", "algorithm": "tpe"}, ["algorithm random, not tpe; change it, or drop the sch"]),
         ({"space": {LR: {"low": 0.1, "high": 0.3}}, "algorithm": "grid", "budget": None}, ["the space is infinite"]),
         ({"budget": None}, ["algorithm random needs an end"]),
         ({"scheduler": {"name": "asha", "grace_epochs": 2}}, ["scheduler.grace_epochs = 2 is more than the 0.7"]),
-        ({"space": {"model.d_model": [16, 12], "model.num_heads": [2, 8]}}, ["d_model 12, num_heads 8 is refused: "]),
+        ({"space": {"model.d_model": [16, 12], "model.num_heads": [2, 8]}}, ["space, at d_model 12, num_heads 8: "]),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
     ],
 )  # fmt: skip
@@ -145,8 +142,9 @@ def test_the_split_whose_scores_are_reported_is_named(tmp_path: Path) -> None:
 
 
 def test_nested_rows_change_only_their_keys(tmp_path: Path) -> None:
-    rows = [{"model": {"static_expansion": [4]}}]
-    search = small_search(tmp_path, space=None, rows=rows, algorithm="grid", budget={})
-    (point,) = search.space.points()
+    space = {"row": [{"model": {"static_expansion": [4]}}, {N_E: 2}], LR: [0.1]}
+    search = small_search(tmp_path, space=space, algorithm="grid", budget={})
+    point, other = search.space.points()
     model = search.trial_config(point, 0).model
     assert model.static_expansion == (4,) and model.d_model == search.base.model.d_model
+    assert search.space.describe(other) == "N_E 2, xe_frozen lr 0.1" and search.space.keys == [G, N_E, LR]

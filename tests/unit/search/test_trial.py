@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,16 @@ from safetensors.torch import load_file
 from raycap.jobs.tune.features import extract_once
 from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
-from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.evaluation.scores.metrics import score_captions
 from raycap.pipeline.features.model_inputs import Images, on_device
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, open_folder
-from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.search.records import SearchPlan, TrialRecord
 from raycap.pipeline.search.spec import Search, SearchConfig
-from raycap.pipeline.search.trial import TrialTask, run_trial
+from raycap.pipeline.search.trial import TrialTask, run_trial, split_captions
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.training.loop import StageRun
+from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config
 from tests.support.runs import MESHED_MEMORY, SMALL_MODEL
 
@@ -59,16 +58,14 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
         return step(self, number, batches)
 
     monkeypatch.setattr(StageRun, "step", counted_step)
-    with monkeypatch.context() as interrupted:
-        interrupted.setattr("raycap.pipeline.training.loop.write_predictions", stop)
-        with pytest.raises(SystemExit):
-            run_trial(task, ignore)
+    with pytest.raises(SystemExit):
+        run_trial(task, ignore, caption=stop)
     assert steps
     steps.clear()
     outcome = run_trial(task, ignore)
     assert outcome.state == "finished"
     assert not steps, "no step is repeated"
-    assert run_trial(task, ignore, stop).scores == outcome.scores, "nothing is repeated"
+    assert run_trial(replace(task, trial_id="t2"), ignore, stop, stop) == replace(outcome, trial_id="t2")
 
     run = open_folder(Path(outcome.run))
     kept, worse = run.result("xe_frozen"), run.result("worse")
@@ -79,12 +76,10 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
     for split, metrics in (("test", ("CIDEr-D", "BLEU-4")), ("val", ("BLEU-4",))):
         captions = captions_by_hand(run, weights, str(store), split)
         if split == "test":
-            assert captions == read_predictions(run.path / "predictions/test.json")
+            assert captions == split_captions(StageJob(run, (), storage_path(store)), "test")
         scores = score_captions(run.dataset.split(split).references(), captions, metrics=metrics).values
         expected |= {search.reported(name) if split == "test" else name: scores[name] for name in metrics}
     assert outcome.scores == expected
-    texts = [entry["text"] for entry in read_journal(run.journal) if entry["kind"] == "event"]
-    assert texts[-1].startswith("captions of test: meshed_memory, region features, cross entropy, beam 2, at most 12")
 
 
 def stop(*_: Any) -> None:

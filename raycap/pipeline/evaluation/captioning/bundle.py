@@ -77,12 +77,6 @@ FILE_LIMITS = {
     "vocabulary.json": MAX_VOCABULARY_BYTES,
     **dict.fromkeys((DIGESTS, CONFIDENCE), MAX_BYTES),
 }
-# Limits for sizes in config.yaml that cost time or memory and cannot be checked against tensors in model.safetensors
-MAX_LAYERS = 200  # of the encoder, the decoder and the backbone. Published models have 24 or fewer.
-MAX_STAGES = 8
-MAX_IMAGE_SIZE = 4096  # pixels
-MAX_POSITIONS = 10_000
-MAX_REGIONS = 1000
 MAX_MODELS = 1000  # in the ensemble of a protocol
 MAX_COMPUTED_BYTES = 2**30  # of tensors that a model computes from its sizes, such as the masks of shifted windows
 
@@ -277,7 +271,7 @@ def bundle_protocol(config: Mapping[str, object]) -> Protocol:
 def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
     """The description of the captioner in the content of config.yaml. path: the file, for messages.
 
-    Raises UserError for invalid values, sizes above the limits, and names of other files.
+    Raises UserError for invalid values, also those above the limits of `models.config`, and for names of other files.
     """
     try:
         model = parse_section(ModelSection, config.get("model"), "model")
@@ -287,22 +281,9 @@ def read_parts(config: Mapping[str, object], path: str) -> BundleParts:
         search_settings(EvaluationSection(), [bundle_protocol(config)])
     except UserError as error:
         raise UserError(f"{path}: {one_line(error)}") from error
-    limits = {
-        "model.num_encoder_layers": (model.num_encoder_layers, MAX_LAYERS),
-        "model.num_decoder_layers": (model.num_decoder_layers, MAX_LAYERS),
-        "model.attended_regions": (getattr(model, "attended_regions", None) or 0, MAX_REGIONS),
-        "sizes.max_positions": (sizes.max_positions, MAX_POSITIONS),
-    }
     other_files = {"model.word_vectors": model.word_vectors}
-    if backbone is not None:
-        depths = backbone.depths or ()
-        limits["the number of backbone.depths"] = (len(depths), MAX_STAGES)
-        limits["the sum of backbone.depths"] = (sum(map(abs, depths)), MAX_LAYERS)
-        limits["backbone.image_size"] = (backbone.image_size, MAX_IMAGE_SIZE)
-        other_files["backbone.weights"] = None if backbone.weights == "none" else backbone.weights
-    for key, (value, most) in limits.items():
-        if value > most:
-            raise UserError(f"{path}: {key} is {value}; a bundle may have at most {most}")
+    if backbone is not None and backbone.weights != "none":
+        other_files["backbone.weights"] = backbone.weights
     for key, file in other_files.items():
         if file is not None:
             raise UserError(f"{path}: {key} is {quoted(file)}; a bundle contains its weights and opens no other file")

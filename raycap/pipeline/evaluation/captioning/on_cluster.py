@@ -56,11 +56,11 @@ class Captioned(NamedTuple):
 
 
 def caption_on_cluster(
-    models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_values: bool = True
+    models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_signals: bool = True
 ) -> Captioned:
     """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
-    with_values: also compute the alignment and the signals of each best caption. An image that cannot be read has the
+    with_signals: also compute the signals of each best caption. An image that cannot be read has the
     reason in place of captions. Raises StalledError if no caption arrives for `workers.max_stall_minutes`.
     """
     import ray
@@ -70,7 +70,7 @@ def caption_on_cluster(
     found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
     num_images = sum(len(split.images) for split in splits.values())
     shared_splits = ray.put(splits)  # stored once, so that Ray does not copy the splits for each worker's call
-    arguments = (models, shared_splits, config.without_tracker(), with_values)
+    arguments = (models, shared_splits, config.without_tracker(), with_signals)
     calls = [(rank, *arguments) for rank in range(workers.num_workers)]
     with watch, progress("captions  ", num_images) as advance:
         for name, captions, seconds in watch.stream(_caption_shard, calls, workers.task_options):
@@ -86,7 +86,7 @@ def caption_on_cluster(
 
 
 def _caption_shard(
-    rank: int, models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, with_values: bool
+    rank: int, models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, with_signals: bool
 ) -> Iterator[tuple[str, dict[int, ImageCaption], float]]:
     """Captions the images of worker number `rank`, batch by batch.
 
@@ -117,7 +117,7 @@ def _caption_shard(
         "threads": workers.threads_per_worker,
         "options": config.storage.options,
     }
-    search = CaptionSearch(config.evaluation, bundles[0].vocabulary, with_values, skip_unreadable=True)
+    search = CaptionSearch(config.evaluation, bundles[0].vocabulary, with_signals, skip_unreadable=True)
     for name, (images, constraints) in splits.items():
         inputs = [Images(images, source, **reading) for source in sources]
         begin = time.monotonic()

@@ -1,29 +1,25 @@
 """Captions many images with one model or an ensemble. Each worker captions its share of the images in batches.
 
-Two measures of a best caption are computed, each with one teacher-forced pass. The alignment is the normalized
-fine-grained score of Ada-ClustFormer's paper (section 4.1): the share of words that agree with an image token. A word
-and an image token agree if each is the nearest one to the other. The energy of a token is minus the log-sum-exp of its
-logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with temperature 1). The energy is higher on images unlike those of the
-training. Log-probabilities do not show it, because softmax removes the common level of the logits.
+The energy of a token is minus the log-sum-exp of its logits (Liu et al. 2020, arXiv 2010.03759, eq. 4 with temperature
+1). The energy is higher on images unlike those of the training. Log-probabilities do not show it, because softmax
+removes the common level of the logits.
 
-Shapes: B images, N image tokens, T caption tokens with SOS, D width, V vocabulary.
+Shapes: B images, T caption tokens with SOS.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raycap.models.base import CaptionModel, Memory, evaluating, valid_tokens
+from raycap.models.base import CaptionModel, Memory, evaluating
 from raycap.models.captioner import Captioner
 from raycap.models.config import Values
 from raycap.models.decoding.constraints import ConstraintAutomaton, build_automaton, constrained_beam_search
@@ -58,15 +54,15 @@ NOT_FOUND = -1  # in the place of a number of constraints, if a constrained sear
 class CaptionSearch:
     """The settings of a search for captions.
 
-    with_values: compute the alignment and the signals of each best caption, which take one decoder pass per batch, and
-        another pass over the first tokens. Ensembles get neither, and captions with constraints get no signals.
+    with_signals: compute the signals of each best caption, which take a decoder pass over the first tokens. Ensembles
+        and captions with constraints get no signals.
     skip_unreadable: report images that cannot be read. If it is False, the first such image raises BadImage or OSError.
         An error is always raised if the storage refuses or does not answer, because the image is not at fault.
     """
 
     settings: EvaluationSection
     vocabulary: Vocabulary
-    with_values: bool = True
+    with_signals: bool = True
     skip_unreadable: bool = False
 
 
@@ -86,7 +82,7 @@ def caption_images(
     was_training = captioner.training
     shard_size = len(_shard(images, context))
     best: dict[int, RankedCaption] = {}
-    search = CaptionSearch(settings, vocabulary, with_values=False)
+    search = CaptionSearch(settings, vocabulary, with_signals=False)
     for hypotheses, _ in caption_batches([captioner], [images], search, context):
         best |= {image: ranked[0] for image, ranked in hypotheses.items()}
         report(len(best) / shard_size)
@@ -109,8 +105,6 @@ def caption_batches(
     same order. constraints: {image id: automaton}, for images with constraints. If the GPU's memory runs out, fewer
     images are captioned at a time, down to one, but each yielded batch still has `images_at_a_time` images.
     """
-    if search.settings.precision == "auto":
-        raise ValueError("evaluation.precision is auto, which must be decided before the search")
     shard, batch_size = _shard(inputs[0], context), search.settings.images_at_a_time(context.device.type)
     num_at_a_time = batch_size  # fewer after the GPU's memory ran out
     graphs = None
@@ -185,17 +179,14 @@ def _caption_batch(
 ) -> Hypotheses:
     """The captions of the images in these rows, by image id. The other arguments are those of `caption_batches`."""
     image_ids = [int(inputs[0].image_ids[row]) for row in rows]
-    alignments: list[float] = [math.nan] * len(rows)
     signals: list[tuple[float, ...]] = [()] * len(rows)
     with torch.autocast(device.type, torch.bfloat16, enabled=search.settings.precision == "bfloat16"):
         pairs = zip(models, inputs, strict=True)
         memories = [model.encode(on_device(each.load(rows), device, transform=each.transform)) for model, each in pairs]
         automata = [constraints.get(image) for image in image_ids]
         captions, num_satisfied = _search(models, memories, search, image_ids, automata, graphs)
-        if search.with_values and len(models) == 1:
-            alignments = alignment_scores(models[0].model, memories[0], captions.tokens[:, 0]).tolist()
-            if not constraints:
-                signals = best_signals(models[0].model, memories[0], captions)
+        if search.with_signals and len(models) == 1 and not constraints:
+            signals = best_signals(models[0].model, memories[0], captions)
     log_probs = captions.log_probs.sum(-1)
     hypotheses: Hypotheses = {}
     for row, image in enumerate(image_ids):
@@ -208,8 +199,7 @@ def _caption_batch(
             caption = collapsed(caption) if search.settings.collapse_repeats else caption
             ranked.append(RankedCaption(caption, log_prob, ids=tuple(tokens), num_satisfied=count))
         if ranked:
-            alignment = None if math.isnan(alignments[row]) else alignments[row]
-            ranked[0] = replace(ranked[0], alignment=alignment, signals=signals[row])
+            ranked[0] = replace(ranked[0], signals=signals[row])
         hypotheses[image] = ranked
     return hypotheses
 
@@ -283,42 +273,6 @@ def find_captions(
 def collapsed(caption: str) -> str:
     """The caption with equal neighboring words replaced by one word."""
     return " ".join(word for word, _ in groupby(caption.split()))
-
-
-def aligned_words(image: Tensor, words: Tensor, valid_mask: Tensor | None, is_word: Tensor) -> Tensor:
-    """True (B, T) for each word that agrees with an image token. image: tokens (B, N, D). words: states (B, T, D).
-
-    valid_mask: (B, N), True at image tokens that are not padding. is_word: (B, T), True at tokens that are words.
-    """
-    products = image @ words.mT  # (B, N, T)
-    if valid_mask is not None:
-        products = products.masked_fill(~valid_mask[:, :, None], -torch.inf)
-    token_of_word = products.argmax(1)  # (B, T) the nearest image token of each word
-    word_of_token = products.masked_fill(~is_word[:, None], -torch.inf).argmax(2)  # (B, N) the nearest word of each
-    word_of_its_token = word_of_token.gather(1, token_of_word)  # (B, T)
-    return (word_of_its_token == torch.arange(words.shape[1], device=words.device)) & is_word
-
-
-@torch.no_grad()
-def alignment_scores(model: CaptionModel, memory: Memory, tokens: Tensor) -> Tensor:
-    """The alignment (B,) float32 of one caption per image, or NaN for a caption without words. tokens: (B, T) with SOS.
-
-    The sum over words is divided by the number of words, because the paper does not state its divisor. A word's state
-    is the decoder's state after it has read the word. If the model has several encoder levels, the last one is
-    compared. If a caption fills the positional table, its last word has no state and is left out. The alignment of a
-    random model is above 0.
-    """
-    sizes = model.sizes
-    tokens = tokens[:, : sizes.max_positions]
-    states: list[Tensor] = []  # the input of the output layer: the decoder's last states (B, T, D)
-    output = cast(nn.Module, model.lm_head)
-    with evaluating(model), output.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])):
-        model.decode(memory, tokens)
-    has_ended = (tokens == sizes.eos).cumsum(1) > 0  # True from EOS on
-    is_word = ~has_ended & (tokens != sizes.sos) & (tokens != sizes.pad)
-    image = memory.states[:, -1] if memory.states.ndim == 4 else memory.states
-    agrees = aligned_words(image.float(), states[0].float(), valid_tokens(memory.lengths, image.shape[1]), is_word)
-    return agrees.sum(1) / is_word.sum(1)  # NaN without words, because 0 / 0 is NaN
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raycap.models.base import Features, Memory
 from raycap.models.decoding.search import Captions
-from raycap.models.explain.attribution import cross_attention, integrated_gradients
+from raycap.models.explain.attribution import cross_attention, integrated_gradients, shares
 from raycap.pipeline.config.sections import EvaluationSection
 from raycap.pipeline.data.image_sources import ImageSource, load_image
 from raycap.pipeline.data.images import BadImage
@@ -26,12 +26,11 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle
 from raycap.pipeline.evaluation.captioning.search import best_signals, collapsed, find_captions
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption, RankedCaption
-from raycap.pipeline.runtime.processor import measure_precisions
 from raycap.pipeline.storage.s3 import StorageOptions
 
 BATCH_SIZE = 16  # images
 NUM_DECODE_THREADS = 4
-PRECISIONS = ("auto", "float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16")
 
 
 class CaptionService:
@@ -39,9 +38,8 @@ class CaptionService:
 
     beam_size, max_length: if they are None, the bundle's protocol decides. search: other keys of the section
     `evaluation` that replace recorded ones, such as {"ranking": "sum", "decoding": {"min_length": 6}}. precision: of
-    `caption`, float32 or bfloat16 (autocast). `auto` measures both and uses the faster one. Other methods compute in
-    float32. device: cpu or cuda, to which the bundle is moved. If it is None, the GPU is used if torch sees one. The
-    methods take pixels on any device.
+    `caption`, float32 or bfloat16 (autocast). Other methods compute in float32. device: cpu or cuda, to which the
+    bundle is moved. If it is None, the GPU is used if torch sees one. The methods take pixels on any device.
 
     Several threads may call the methods, but only one computes at a time, because hooks of the model record attention.
     """
@@ -67,12 +65,6 @@ class CaptionService:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._computing = threading.RLock()
         bundle.captioner.to(self.device)
-        if precision == "auto":
-            side = bundle.transform.image_size
-            count = BATCH_SIZE if self.device.type == "cuda" else 1
-            images = torch.zeros(count, 3, side, side, device=self.device)
-            times = measure_precisions(lambda: self._search(images, self.search), self.device, count)
-            self.precision = times.fastest
 
     def changed_search(self, changes: Mapping[str, object], num_results: int = 1) -> EvaluationSection:
         """The search of this service with changed keys and `num_results` captions per image. Raises UserError."""
@@ -183,5 +175,5 @@ class CaptionService:
             explanation = Explanation(caption, words, backbone.grid, chosen.float().cpu().numpy())
             if not with_attribution:
                 return explanation
-            attribution = integrated_gradients(model, features, ids).head(count)
-        return replace(explanation, attribution=attribution.shares().cpu().numpy())
+            attribution = shares(integrated_gradients(model, features, ids)[:count])
+        return replace(explanation, attribution=attribution.cpu().numpy())

@@ -41,8 +41,8 @@ class Spread:
     def text(self, digits: int = 3, *, in_percent: bool = False) -> str:
         """The mean and the standard deviation as the text of a table's cell, such as `0.843 ± 0.004`."""
         factor, digits, unit = (100, 1, " %") if in_percent else (1, digits, "")
-        std = "" if self.std is None else f" ± {factor * self.std:.{digits}f}"
-        return f"{factor * self.mean:.{digits}f}{std}{unit}"
+        std = "" if self.std is None else f" ± {factor * self.std:,.{digits}f}"
+        return f"{factor * self.mean:,.{digits}f}{std}{unit}"
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Protocol:
     max_length: int | None = None
     ranking: Literal["mean", "sum"] | float | None = None
     collapse_repeats: bool | None = None
-    precision: Literal["auto", "float32", "bfloat16"] | None = None
+    precision: Literal["float32", "bfloat16"] | None = None
     decoding: Decoding = PLAIN
     constrained: bool = False
     language: str = ENGLISH

@@ -17,6 +17,8 @@ import yaml
 from raycap.models.config import Values
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, differences
 
+OTHER_IMAGES = " are of it"  # at the end of the first reason of a row if we scored images of another data set
+
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -97,6 +99,16 @@ def published_rows(ours: Protocol, split: str, uris: Sequence[str]) -> list[tupl
     return [(row, _reason(row, ours, uris)) for row in rows if row.split == split]
 
 
+def folded(published: Sequence[tuple[FinalRow, str]]) -> list[tuple[FinalRow, str]]:
+    """The result of `published_rows` with one row, without scores, in place of those of other data sets than ours."""
+    of_other_images = [each for each in published if each[1].partition(";")[0].endswith(OTHER_IMAGES)]
+    if len(of_other_images) < 2:
+        return list(published)
+    row, reason = of_other_images[0]
+    joined = replace(row, name=f"{len(of_other_images)} rows of papers", scores={})
+    return [*(each for each in published if each not in of_other_images), (joined, reason.partition(";")[0])]
+
+
 def shared_protocol(system: str) -> Protocol:
     """The protocol that the published rows of a system share. Raises KeyError for a system without rows."""
     return Protocol(system=system, **_published()["protocols"][system])
@@ -120,7 +132,7 @@ def _reason(row: FinalRow, ours: Protocol, uris: Sequence[str]) -> str:
     images = _published()["data_sets"][row.data]
     count = sum(re.fullmatch(images["files"], uri.rsplit("/", 1)[-1]) is not None for uri in uris)
     if count < len(uris):
-        pairs.append((f"{images['count']:,} images of {images['name']}", f"{count:,} of {len(uris):,} are of it"))
+        pairs.append((f"{images['count']:,} images of {images['name']}", f"{count:,} of {len(uris):,}{OTHER_IMAGES}"))
     elif len(uris) != images["count"]:
         pairs.append((f"{images['count']:,} images of {images['name']}", f"{len(uris):,}"))
     pairs += differences(row.protocol, ours)

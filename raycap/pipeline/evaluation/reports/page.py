@@ -230,16 +230,11 @@ def curve(name: str, series: Sequence[tuple[int, float]]) -> Chart | None:
 def _confidence_charts(quality: Quality) -> tuple[Chart, Chart]:
     """Two charts: the share of bad captions over the coverage, and the share of good captions over the confidence.
 
-    The thin lines are the ends of the interval in the first chart, and the diagonal in the second chart.
+    The thin line of the second chart is the diagonal.
     """
     risks = [(100 * each.coverage, 100 * each.risk) for each in quality.risks]
-    lowest = [(100 * each.coverage, 100 * each.low) for each in quality.risks]
-    highest = [(100 * each.coverage, 100 * each.high) for each in quality.risks]
-    readings = [
-        (f"coverage {each.coverage:.0%}", f"{each.risk:.1%} ({each.low:.1%} to {each.high:.1%})")
-        for each in quality.risks
-    ]
-    risk = make_chart("not good, by coverage", [risks, lowest, highest], readings, " %")
+    readings = [(f"coverage {each.coverage:.0%}", f"{each.risk:.1%}") for each in quality.risks]
+    risk = make_chart("not good, by coverage", [risks], readings, " %")
     bins = [(100 * each.confidence, 100 * each.good) for each in quality.bins]
     texts = [
         (f"confidence {each.confidence:.1%}", f"{each.good:.1%} good of {each.num_images}") for each in quality.bins

@@ -14,7 +14,7 @@ from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.evaluation.comparison.published import FinalRow
+from raycap.pipeline.evaluation.comparison.published import FinalRow, folded
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html, write_report
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Rows, format_scores
@@ -57,13 +57,12 @@ def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, 
 def score_table(results: Sequence[SplitScores]) -> tuple[list[str], Rows]:
     """The columns of the score table, and one row (label, cells) per split.
 
-    The columns are the metrics of the first split, then the shares of captions that name the main object and the
-    alignments. Columns without any text are left out.
+    The columns are the metrics of the first split, then the share of captions that name the main object. Columns
+    without any text are left out.
     """
     columns = {name: [_cell(result, name) for result in results] for name in results[0].values}
-    shares, alignments = [result.main_object for result in results], [result.alignment for result in results]
+    shares = [result.main_object for result in results]
     columns["main object"] = ["" if share is None else f"{100 * share:.1f} %" for share in shares]
-    columns["alignment"] = ["" if value is None else f"{value:.3f}" for value in alignments]
     filled = {name: cells for name, cells in columns.items() if any(cells)}
     labels = [f"{result.split} ({len(result.captions)} images)" for result in results]
     return list(filled), [(label, cells) for label, *cells in zip(labels, *filled.values(), strict=True)]
@@ -80,9 +79,9 @@ def _cell(result: SplitScores, name: str) -> str:
 
 
 def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]]) -> Rows:
-    """The rows of published scores in our columns. A row's label names the differences from our protocol."""
+    """The rows of published scores in our columns (`folded`). A row's label names the differences from our protocol."""
     rows = []
-    for row, difference in published:
+    for row, difference in folded(published):
         cells = [f"{row.scores[column]:.3f}" if column in row.scores else "" for column in columns]
         note = difference or f"Table {row.table}, {row.protocol.signature}"
         rows.append((f"{row.name}\n{note}", cells))
@@ -190,17 +189,15 @@ class ResultsFolder:
             Mirror(self.place, self.path).push()
 
 
-def write_results(
-    folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str, may_store: bool = True
-) -> None:
+def write_results(folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str) -> None:
     """Logs the scores of a model, and writes scores.json and one page per scored split. label: names the model.
 
-    may_store: if True, the fitted confidence is stored in the bundle, unless the model is an ensemble.
+    The fitted confidence is stored in the bundle, unless the model is an ensemble.
     """
     for each in scores.splits:
         _log_scores(each)
     content, decorations = scores.to_json(), Decorations()
-    if may_store and len(scores.bundles) == 1:
+    if len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
     folder.write_scores(content, {})
     models = ", ".join(bundle.name for bundle in scores.bundles)
@@ -227,6 +224,6 @@ def _log_scores(result: SplitScores) -> None:
         logger.info(f"\n{result.split}, {len(result.scores.image_ids)} images{format_scores(result.scores)}")
     if result.main_object is not None:
         logger.info(f"  main object named in {result.main_object:.1%} of the captions")
-    for row, difference in result.published:
-        values = "  ".join(f"{name} {value:.3f}" for name, value in row.scores.items())
-        logger.info(f"  {row.name}: {values}" + (f"  ({difference})" if difference else ""))
+    for row, difference in folded(result.published):
+        values = [f"{name} {value:.3f}" for name, value in row.scores.items()]
+        logger.info(f"  {row.name}: {'  '.join([*values, f'({difference})'] if difference else values)}")

@@ -88,8 +88,8 @@ class SeedScores:
             content[split] = {"images": entries[0]["images"], "scores": scores}
         return content
 
-    def rows(self, split: str, columns: Sequence[str], prefix: str = "") -> Rows:
-        """The row of a split, as a list: mean and standard deviation of each column. prefix: starts the row's label."""
+    def rows(self, split: str, columns: Sequence[str]) -> Rows:
+        """The row of a split, as a list: mean and standard deviation of each column."""
         seeds = "1 seed" if len(self.labels) == 1 else f"{len(self.labels)} seeds"
         cells = []
         for column in columns:
@@ -98,7 +98,7 @@ class SeedScores:
                 cells.append(self._missing(split, column))
             else:
                 cells.append(spread.text(in_percent=column == MAIN_OBJECT))
-        return [(f"{prefix}{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
+        return [(f"{split}, {self.splits[split][0]['images']} images ({seeds})", cells)]
 
     def rows_of_models(self, split: str, columns: Sequence[str]) -> Rows:
         """The scores of a split in one row per model."""

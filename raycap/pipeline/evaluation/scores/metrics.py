@@ -173,12 +173,6 @@ def _mean(per_image: np.ndarray) -> Score:
     return Score(float(per_image.mean()), per_image.tolist())
 
 
-def _require_two_images(captions: TokenizedCaptions) -> None:
-    """Raises UnavailableError if there is only one image, because all tf-idf weights are then 0."""
-    if len(captions.image_ids) == 1:
-        raise UnavailableError("one image only: document frequencies have no meaning; score two images or more")
-
-
 def _bleu(captions: TokenizedCaptions) -> list[Score]:
     values, per_image = ngrams.bleu(captions.corpus)
     return [Score(float(value), scores.tolist()) for value, scores in zip(values, per_image, strict=True)]
@@ -192,9 +186,10 @@ def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
     return [_mean(ngrams.rouge_l(captions.predictions, captions.references))]
 
 
-def _cider(captions: TokenizedCaptions, values: Callable[[ngrams.Corpus], np.ndarray]) -> list[Score]:
-    _require_two_images(captions)
-    return [_mean(values(captions.corpus))]
+def _cider_d(captions: TokenizedCaptions) -> list[Score]:
+    if len(captions.image_ids) == 1:  # all tf-idf weights would be 0
+        raise UnavailableError("one image only: document frequencies have no meaning; score two images or more")
+    return [_mean(ngrams.cider_d(captions.corpus))]
 
 
 def _spice(captions: TokenizedCaptions) -> list[Score]:
@@ -219,11 +214,6 @@ def _distinct(captions: TokenizedCaptions) -> list[Score]:
 
 def _mutual_bleu(captions: TokenizedCaptions) -> list[Score]:
     return [_mean(ngrams.mutual_bleu(captions.several))]
-
-
-def _self_cider(captions: TokenizedCaptions) -> list[Score]:
-    _require_two_images(captions)
-    return [_mean(ngrams.self_cider(captions.several, captions.references))]
 
 
 def _similarity(captions: TokenizedCaptions, field: Input, weight: float) -> list[Score]:
@@ -251,18 +241,16 @@ TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # because BLEU over all images is not the mean over images
     Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java.check_meteor),
     Metric(("ROUGE-L",), _rouge_l),
-    Metric(("CIDEr-D",), partial(_cider, values=ngrams.cider_d)),
+    Metric(("CIDEr-D",), _cider_d),
     Metric(  # for tests only, because SPICE is slow and needs 3 GB
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java.check_spice
     ),
-    Metric(("CIDEr-R",), partial(_cider, values=ngrams.cider_r), by_default=False),
     Metric(  # not compared by image, because the value is a share of mentions and not a mean over images
         ("CHAIR-i",), _chair_i, by_default=False, less_is_better=True, needs="objects", compare_by_image=False
     ),
     Metric(("CHAIR-s",), _chair_s, by_default=False, less_is_better=True, needs="objects"),
     Metric(("Div-1", "Div-2"), _distinct, by_default=False, needs="several"),
     Metric(("mBLEU-4",), _mutual_bleu, by_default=False, less_is_better=True, needs="several"),
-    Metric(("self-CIDEr",), _self_cider, by_default=False, needs="several"),
     Metric(("CLIPScore", "RefCLIPScore"), _CLIP_SCORE, by_default=False, needs="clip", english_only=True),
     Metric(("PAC-S", "RefPAC-S"), _PAC_SCORE, by_default=False, needs="pac", english_only=True),
     Metric(("BERTScore", "BERTScore-P", "BERTScore-R"), _bert_score, by_default=False, needs="bert"),
@@ -317,14 +305,13 @@ def score_captions(
     metrics: Iterable[str] = DEFAULT_METRICS,
     language: str = ENGLISH,
     inputs: ScoreInputs = ScoreInputs(),
-    training_captions: Iterable[str] | None = None,
 ) -> MetricScores:
     """Scores one raw caption per image against the raw reference captions of the image.
 
     references, predictions: by image id. Images have the order of `references`, as in coco-caption. Images without a
     prediction are left out, also from the document frequencies. `extras["references_without_prediction"]` counts them.
     An empty caption matches nothing. language: of all captions. Metrics for English only are unavailable for other
-    languages. inputs: metrics whose inputs are not given are unavailable. training_captions: see `caption_stats`.
+    languages. inputs: metrics whose inputs are not given are unavailable.
 
     Raises UserError (a ValueError) if a metric is unknown, a prediction has no references, or there are no predictions.
     """
@@ -339,7 +326,7 @@ def score_captions(
         if not set(metric.names).isdisjoint(metrics):
             by_name |= zip(metric.names, _computed(metric, captions), strict=True)
     extras: Values = {"references_without_prediction": len(references) - len(image_ids)}
-    extras |= caption_stats(predicted, language, training_captions)
+    extras |= caption_stats(predicted, language)
     signature = _signature(by_name, captions, language)
     return MetricScores({name: by_name[name] for name in metrics}, image_ids, signature, extras)
 

@@ -1,4 +1,4 @@
-"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, and CIDEr-R and the metrics of diversity.
+"""BLEU, ROUGE-L and CIDEr-D with the values of pycocoevalcap 1.2, and the metrics of diversity.
 
 Words and n-grams are integers, so that arrays can be sorted and summed instead of counting in dictionaries. The number
 of an n-gram is the rank of its pair (number of the (n-1)-gram, last word) among all such pairs. Unlike a hash, it is
@@ -7,7 +7,7 @@ exact for any size of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,8 +35,8 @@ class Corpus:
     """Predictions and references as word ids.
 
     words: (W,), the word ids of all captions. lengths: (C,), words per caption. image: (C,), the image of each caption.
-    num_predictions: so many captions at the start are predictions, and the other captions are references. In
-    `Corpus.build`, caption i is the prediction of image i.
+    num_predictions: so many captions at the start are predictions, and the other captions are references. Caption i is
+    the prediction of image i.
     """
 
     words: np.ndarray
@@ -49,14 +49,9 @@ class Corpus:
         """Builds the corpus of one prediction and one or more references per image, given as words."""
         captions = [*predictions, *(caption for image in references for caption in image)]
         image = np.concatenate((np.arange(len(predictions)), _group_numbers(references)))
-        return cls.of_captions(captions, image, len(predictions))
-
-    @classmethod
-    def of_captions(cls, captions: Sequence[Sequence[str]], image: np.ndarray, num_predictions: int) -> Corpus:
-        """Builds the corpus of captions, given as words. image, num_predictions: see `Corpus`."""
         ids: dict[str, int] = {}
         words = np.array([ids.setdefault(word, len(ids)) for caption in captions for word in caption], np.int64)
-        return cls(words, np.array([len(c) for c in captions], np.int64), image, num_predictions)
+        return cls(words, np.array([len(c) for c in captions], np.int64), image, len(predictions))
 
     @cached_property
     def reference_counts(self) -> np.ndarray:
@@ -137,80 +132,29 @@ def _bleu_values(correct: np.ndarray, guess: np.ndarray, length: np.ndarray, clo
 def cider_d(corpus: Corpus) -> np.ndarray:
     """CIDEr-D of each image (images,), for n = 1..4, sigma 6, times 10.
 
-    Source: pycocoevalcap/cider/cider_scorer.py. An n-gram that no reference contains gets the document frequency 1 and
-    adds to the prediction's norm. The length in the penalty is the number of bigrams. For one image all weights are
-    log(1) = 0, so the value has no meaning.
+    Source: pycocoevalcap/cider/cider_scorer.py. The document frequency of an n-gram is the number of images whose
+    references contain it. An n-gram that no reference contains gets the document frequency 1 and adds to the
+    prediction's norm. The length in the penalty is the number of bigrams. For one image all weights are log(1) = 0, so
+    the value has no meaning.
     """
-    length, reference_length = _bigrams(corpus)
-    return _mean_of_references(corpus, np.exp(-((length - reference_length) ** 2) / (2 * _SIGMA**2)))
-
-
-def cider_r(corpus: Corpus) -> np.ndarray:
-    """CIDEr-R of each image (images,): CIDEr-D with penalties that suit captions of any length.
-
-    Source: dos Santos et al. 2021 (arXiv 2109.13701) and their scorer, with its coefficients. The Gaussian penalty of
-    CIDEr-D is replaced by repetition^0.8 * length^0.2, where
-
-        length = exp(-(l_c - l_r)^2 / l_r^2), with l the number of bigrams of the caption c and of the reference r
-        repetition = the geometric mean, over the distinct words of c, of 1 / (1 + x), where x is the difference of the
-            word's counts in c and in r, or its count in c minus 1 if r does not contain it
-
-    Words are those of the other metrics, while the authors' scorer also splits words at punctuation. If a reference has
-    no bigram, the length penalty is its limit: 1 if the caption has no bigram either, and 0 otherwise.
-    """
-    length, reference_length = _bigrams(corpus)
-    ratio = (length - reference_length) / np.maximum(reference_length, 1e-100)
-    return _mean_of_references(corpus, _repetition(corpus) ** 0.8 * np.exp(-0.2 * ratio**2))
-
-
-def _bigrams(corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
-    """Two numbers of bigrams for each reference: of its image's prediction (references,), and its own (references,)."""
+    images = corpus.num_predictions
+    image = corpus.image[images:]  # of each reference
     bigrams = np.maximum(corpus.lengths - 1, 0).astype(float)
-    return bigrams[corpus.image[corpus.num_predictions :]], bigrams[corpus.num_predictions :]
-
-
-def _repetition(corpus: Corpus) -> np.ndarray:
-    """The factor `repetition` of `cider_r` for each reference (references,)."""
-    words, image = corpus.counts[0], corpus.image[corpus.num_predictions :]
-    count, caption = words.count[: words.num_prediction_rows], words.caption[: words.num_prediction_rows]
-    # The logarithm of the product. A word that the reference lacks has the factor 1 / (1 + count - 1). First every word
-    # gets this factor, and then the words that the reference contains get theirs.
-    log_product = -np.bincount(caption, np.log(count), minlength=corpus.num_predictions)[image]
-    reference, prediction = corpus.match(words)
-    log_change = np.log(words.count[prediction]) - np.log1p(np.abs(words.count[prediction] - words.count[reference]))
-    log_product += np.bincount(words.caption[reference] - corpus.num_predictions, log_change, minlength=len(image))
-    num_words = np.maximum(np.bincount(caption, minlength=corpus.num_predictions), 1)  # distinct words
-    return np.exp(log_product / num_words[image])
-
-
-def _mean_of_references(corpus: Corpus, penalty: np.ndarray) -> np.ndarray:
-    """CIDEr of each image (images,) times 10, with clipped weights. penalty: a factor per reference (references,)."""
-    image = corpus.image[corpus.num_predictions :]
+    penalty = np.exp(-((bigrams[image] - bigrams[images:]) ** 2) / (2 * _SIGMA**2))
     total = np.zeros(len(image))
-    for counts, weight, norm in _tf_idf(corpus, corpus.num_predictions):
-        reference, prediction = corpus.match(counts)
-        product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
-        dot = np.bincount(counts.caption[reference] - corpus.num_predictions, product, minlength=len(image))
-        norms = norm[image] * norm[corpus.num_predictions :]
-        total += np.divide(dot, norms, out=np.zeros(len(dot)), where=norms != 0)
-    return (
-        np.bincount(image, total * penalty, minlength=corpus.num_predictions) / ORDERS / corpus.reference_counts * 10.0
-    )
-
-
-def _tf_idf(corpus: Corpus, num_images: int) -> Iterator[tuple[Counts, np.ndarray, np.ndarray]]:
-    """Yields for each n the counts, the tf-idf weight of each row (R,), and the norm of each caption's weights (C,).
-
-    num_images: the number of images with references. The document frequency of an n-gram is the number of images whose
-    references contain it, or 1 if no reference does.
-    """
     for counts in corpus.counts:
         width = counts.size + 1
         in_references = slice(counts.num_prediction_rows, None)
         documents = corpus.image[counts.caption[in_references]] * width + counts.ngram[in_references]
         frequency = np.bincount(np.unique(documents) % width, minlength=width)
-        weight = counts.count * (np.log(float(num_images)) - np.log(np.maximum(1.0, frequency)))[counts.ngram]
-        yield counts, weight, np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
+        weight = counts.count * (np.log(float(images)) - np.log(np.maximum(1.0, frequency)))[counts.ngram]  # tf-idf
+        norm = np.sqrt(np.bincount(counts.caption, weight**2, minlength=len(corpus.lengths)))
+        reference, prediction = corpus.match(counts)
+        product = np.minimum(weight[prediction], weight[reference]) * weight[reference]
+        dot = np.bincount(counts.caption[reference] - images, product, minlength=len(image))
+        norms = norm[image] * norm[images:]
+        total += np.divide(dot, norms, out=np.zeros(len(dot)), where=norms != 0)
+    return np.bincount(image, total * penalty, minlength=images) / ORDERS / corpus.reference_counts * 10.0
 
 
 def distinct_ngrams(several: Sequence[Sequence[Sequence[str]]], order: int) -> np.ndarray:
@@ -237,40 +181,6 @@ def mutual_bleu(several: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
     image = _group_numbers(several)
     values = bleu(Corpus.build(predictions, others))[1][3]
     return np.bincount(image, values) / np.bincount(image)
-
-
-def self_cider(several: Sequence[Sequence[Sequence[str]]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:
-    """self-CIDEr of each image (images,): the diversity of its m captions, from 0 (all equal) to 1.
-
-    Source: Wang and Chan 2019 (arXiv 1903.12020). K is the matrix (m, m) of CIDEr between the captions: the
-    mean over n = 1..4 of the cosine of their tf-idf vectors. With its eigenvalues k and the largest one k_1,
-    r = sqrt(k_1) / sum(sqrt(k)), and the diversity is -log(r) / log(m). Document frequencies are those of the
-    references. several: two or more captions of each image, as words. The value is 0 if the captions have no words.
-    """
-    sizes = np.array([len(captions) for captions in several])
-    groups = [*several, *references]
-    corpus = Corpus.of_captions(
-        [words for captions in groups for words in captions], _group_numbers(groups), sizes.sum()
-    )
-    first = np.cumsum(sizes) - sizes
-    kernels = [np.zeros((size, size)) for size in sizes]
-    for counts, weight, norm in _tf_idf(corpus, len(references)):
-        unit = np.divide(weight, norm[counts.caption], out=np.zeros(len(weight)), where=norm[counts.caption] != 0)
-        rows = np.searchsorted(counts.caption, [*first, sizes.sum()])
-        for i, kernel in enumerate(kernels):
-            part = slice(rows[i], rows[i + 1])
-            _, column = np.unique(counts.ngram[part], return_inverse=True)
-            vectors = np.zeros((len(kernel), column.max(initial=-1) + 1))
-            vectors[counts.caption[part] - first[i], column] = unit[part]
-            kernel += vectors @ vectors.T / ORDERS
-    return np.array(list(map(_spread, kernels)))
-
-
-def _spread(kernel: np.ndarray) -> float:
-    """The diversity -log(r) / log(m) of `self_cider` for a matrix K (m, m)."""
-    roots = np.sqrt(np.maximum(np.linalg.eigvalsh(kernel), 0.0))
-    total = roots.sum()
-    return float(-np.log(roots[-1] / total) / np.log(len(kernel))) if total else 0.0
 
 
 def rouge_l(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> np.ndarray:

@@ -18,7 +18,7 @@ caption is treated as a space here, while in pycocoevalcap it shifts all later c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -292,15 +292,12 @@ def words_signature(language: str) -> str:
     return f"tok:{metric_tokenizer(language)}-{VERSION}|lang:{language}"
 
 
-def caption_stats(
-    captions: Sequence[Sequence[str]], language: str = ENGLISH, training_captions: Iterable[str] | None = None
-) -> Values:
+def caption_stats(captions: Sequence[Sequence[str]], language: str = ENGLISH) -> Values:
     """Statistics of tokenized captions: shares (0 to 1) of the captions, and counts.
 
     empty: the share without a word. broken_endings: the share whose last word needs another word after it, or None if
     the language is not English. doubled_words: the share in which a word is followed by itself. repeated_ngrams: {n:
     the share that contains an n-gram twice}. mean_length: in words. distinct_words: the number of different words.
-    seen_in_training: the share that equals one of the raw `training_captions` word for word, if these are given.
     """
     total = max(len(captions), 1)
     stats: Values = {
@@ -313,10 +310,6 @@ def caption_stats(
     }
     if language == ENGLISH:
         stats["broken_endings"] = sum(tokens[-1] in OPEN_ENDINGS for tokens in captions if tokens) / total
-    if training_captions is not None:
-        distinct = set(map(tuple, captions))
-        seen = distinct.intersection(tuple(metric_words(caption, language)) for caption in training_captions)
-        stats["seen_in_training"] = sum(tuple(tokens) in seen for tokens in captions) / total
     return stats
 
 

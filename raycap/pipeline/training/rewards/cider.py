@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,6 @@ SIGMA = 6.0
 N_MAX = 4  # CIDEr-D uses n-grams of 1 to 4 words
 _PAIRS = 1 << 20  # at most this many pairs of positions are compared at a time, so that they fit into a cache
 _ROWS = 256  # at most this many captions are compared at a time
-_FIBONACCI = -7046029254386353131  # 2^64 divided by the golden ratio, as int64 (Fibonacci hashing)
 
 
 class CiderD:
@@ -32,18 +30,15 @@ class CiderD:
 
     `build_index` creates the object. An image's number is its position among the references. A pair is an n-gram of an
     image, and an entry is an n-gram of a reference. Pairs are sorted by image and n-gram, and entries by pair and
-    reference.
-
-    bigrams: the keys of the references' 2-grams. ngrams: the keys of their V n-grams. log_documents: the logarithm of
-    the number of documents. tensors, by name:
+    reference. log_documents: the logarithm of the number of documents. tensors, by name:
 
         reference_offset (I + 1,)    number of the first reference caption of each image; at the end C
         length (C,) float64          CIDEr-D's length of each caption, which is its number of 2-grams
         norm (C * 4,) float64        norm of the weights of each caption's n-grams of length n, at caption * 4 + n - 1
+        bigram (B + 1,) int64        the keys of the references' 2-grams, for `find`
+        ngram (V + 1,) int64         the keys of all n-grams, for `find`
         idf (V + 1,) float64         inverse document frequency of each n-gram; the last one is padding
-        pair_offset (I + 1,)         number of the first pair of each image; at the end P
-        pair_ngram (P + 1,)          number of the n-gram of each pair; the last one is padding
-        pair_bucket (P + 1,)         first pair of each bucket, see `_find_pairs`; at the end P
+        pair (P + 1,) int64          image * V + number of the n-gram of each pair, for `find`
         pair_start (P + 1,)          position of each pair's first entry; at the end M
         entry_reference (M,)         number of the reference among those of its image
         entry_times (M,)             how often the reference contains the n-gram
@@ -52,22 +47,17 @@ class CiderD:
     last element can be read.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], bigrams: HashTable, ngrams: HashTable, log_documents: float
-    ) -> None:
-        self._tensors, self._bigrams, self._ngrams = dict(tensors), bigrams, ngrams
-        self.log_documents = log_documents
+    def __init__(self, tensors: Mapping[str, Tensor], log_documents: float) -> None:
+        self._tensors, self.log_documents = dict(tensors), log_documents
 
     @property
     def num_bytes(self) -> int:
         """The size of all tensors in bytes."""
-        tables = (self._bigrams.keys, self._bigrams.start, self._ngrams.keys, self._ngrams.start)
-        return sum(tensor.nbytes for tensor in (*self._tensors.values(), *tables))
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def to(self, device: torch.device | str) -> CiderD:
         """The same index on a device."""
-        tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
-        return CiderD(tensors, self._bigrams.to(device), self._ngrams.to(device), self.log_documents)
+        return CiderD({name: tensor.to(device) for name, tensor in self._tensors.items()}, self.log_documents)
 
     def score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """CIDEr-D of each caption on its usual scale from 0 to 10, float64 (R,).
@@ -85,8 +75,8 @@ class CiderD:
     def _score(self, captions: Tensor, lengths: Tensor, images: Tensor) -> Tensor:
         """The scores (R,) of one part of the captions. The arguments are those of `score`."""
         index = self._tensors
-        grams = count_ngrams(captions, lengths, self._bigrams)
-        ngram, in_references = self._ngrams.find(grams.key)
+        grams = count_ngrams(captions, lengths, index["bigram"])
+        ngram, in_references = find(index["ngram"], grams.key)
         # An n-gram that no reference contains has document frequency 1, so its idf is log_documents. The idf at
         # position 0 is read for such an n-gram, but not used.
         idf = take(index["idf"], ngram.where(in_references, 0))
@@ -117,7 +107,7 @@ class CiderD:
         gram, ngram, images (n,): an n-gram's number in `Grams`, its number in the index, and its image. Returns the
         number in `Grams` (m,) and the entry of the index (m,) of each match.
         """
-        pair, exists = self._find_pairs(images, ngram)
+        pair, exists = find(self._tensors["pair"], images * max(len(self._tensors["ngram"]) - 1, 1) + ngram)
         found_gram, found_pair = gram[exists], pair[exists]
         starts = take(self._tensors["pair_start"], found_pair).long()
         counts = take(self._tensors["pair_start"], found_pair + 1).long() - starts
@@ -125,20 +115,6 @@ class CiderD:
         first_match = counts.cumsum(0) - counts  # the number of the first match of each found n-gram
         number = torch.arange(len(matched_gram), device=gram.device)
         return matched_gram, number + (starts - first_match).repeat_interleave(counts)
-
-    def _find_pairs(self, images: Tensor, ngram: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the pair of image images[i] and n-gram ngram[i]. Returns the pairs' numbers, and whether each exists.
-
-        An image with p pairs has p buckets. The n-gram with the number i is in the bucket i * p // V. The numbers of
-        n-grams come from a hash, so a bucket has about one pair. Pairs are sorted, so those of a bucket are neighbors.
-        """
-        index = self._tensors
-        offset = take(index["pair_offset"], images).long()
-        pairs = take(index["pair_offset"], images + 1).long() - offset
-        bucket = offset + ngram * pairs // max(len(self._ngrams), 1)
-        position = take(index["pair_bucket"], bucket).long()
-        end = take(index["pair_bucket"], bucket + (pairs > 0)).long()  # an image without n-grams has no bucket
-        return find_in_buckets(index["pair_ngram"], ngram, position, end)
 
 
 class Grams(NamedTuple):
@@ -150,7 +126,7 @@ class Grams(NamedTuple):
     times: Tensor  # float64, how often the caption contains the n-gram
 
 
-def count_ngrams(words: Tensor, lengths: Tensor, bigrams: HashTable) -> Grams:
+def count_ngrams(words: Tensor, lengths: Tensor, bigrams: Tensor) -> Grams:
     """The distinct n-grams of captions. words: ids (R, T). lengths: (R,). bigrams: keys of the references' 2-grams."""
     width = words.shape[1]
     inside = torch.arange(width, device=words.device) < lengths[:, None]
@@ -182,7 +158,7 @@ def bigram_keys(first: Any, second: Any) -> Any:
     return (first << 30 | second) << 2 | 1
 
 
-def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
+def _ngram_keys(words: Tensor, bigrams: Tensor) -> list[Tensor]:
     """The keys of the n-grams at every position: one tensor (R, T - n + 1) for each n. Word ids must be below 2^30.
 
     The two lowest bits of a key are n - 1. The bits above them are the word (n = 1), both words (2), the number of the
@@ -191,7 +167,7 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
     and its key is -1.
     """
     pairs = bigram_keys(words[:, :-1], words[:, 1:])
-    number, in_table = (part.view_as(pairs) for part in bigrams.find(pairs.flatten()))
+    number, in_table = (part.view_as(pairs) for part in find(bigrams, pairs.flatten()))
     number = number.where(in_table, -1)
     first, last_word = number[:, :-1], words[:, 2:]
     three = ((first << 30 | last_word) << 2 | 2).where(first >= 0, -1)
@@ -200,71 +176,18 @@ def _ngram_keys(words: Tensor, bigrams: HashTable) -> list[Tensor]:
     return [words << 2, pairs, three, four]
 
 
-@dataclass(frozen=True)
-class HashTable:
-    """Distinct int64 keys in the order of their `hashes`. The number of a key is its position in `keys`.
+def find(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The positions (n,) of values (n,) in the result of `searchable`, and whether each is there.
 
-    A bucket has about one key, so a look-up takes about two memory accesses. A binary search would take twenty.
+    If a value is not there, its position is that of another key or of the padding.
     """
-
-    keys: Tensor  # (size + 1,). The last key is padding, so that the position after the last key can be read.
-    start: Tensor  # (buckets + 1,). The position of each bucket's first key, and the end of the last bucket.
-
-    @classmethod
-    def of(cls, keys: np.ndarray) -> HashTable:
-        """The table of these keys, which are distinct and in the order of their hashes."""
-        bits = max(1, len(keys).bit_length())
-        buckets = (hashes(keys) >> np.uint64(64 - bits)).astype(np.int64)
-        start = np.searchsorted(buckets, np.arange((1 << bits) + 1)).astype(index_type(len(keys)))
-        return cls(torch.from_numpy(np.append(keys, 0)), torch.from_numpy(start))
-
-    def to(self, device: torch.device | str) -> HashTable:
-        """The same table on a device."""
-        return HashTable(self.keys.to(device), self.start.to(device))
-
-    def __len__(self) -> int:
-        return len(self.keys) - 1
-
-    def find(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The positions (n,) of values (n,), and whether the table has each. If not, the position is arbitrary."""
-        num_buckets = len(self.start) - 1  # a power of two
-        buckets = _buckets(values, num_buckets.bit_length() - 1)
-        position, end = take(self.start, buckets).long(), take(self.start, buckets + 1).long()
-        return find_in_buckets(self.keys, values, position, end)
+    position = torch.searchsorted(keys, values)
+    return position, take(keys, position) == values
 
 
-def find_in_buckets(keys: Tensor, values: Tensor, position: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions in `keys` of values (n,), and whether each value's bucket has it.
-
-    position, end (n,) int64: where the bucket of each value begins and ends. `position` is changed in place. `keys`
-    needs one key of padding after the last bucket.
-    """
-    present = (take(keys, position) == values) & (position < end)
-    # The numbers of the values that have not been found, and whose buckets have another key.
-    pending = (~present & (position + 1 < end)).nonzero().squeeze(1)
-    while len(pending):
-        following = take(position, pending) + 1
-        position[pending] = following
-        is_hit = take(keys, following) == take(values, pending)
-        present[pending] = is_hit
-        pending = pending[~is_hit & (following + 1 < take(end, pending))]
-    return position, present
-
-
-def hashes(keys: np.ndarray) -> np.ndarray:
-    """Distinct hashes (n,) uint64 of distinct keys (n,). The highest bits of a hash are the bucket in a `HashTable`.
-
-    So keys in the order of their hashes are in the order of buckets, for any number of buckets.
-    """
-    return (keys * np.int64(_FIBONACCI)).view(np.uint64)
-
-
-def _buckets(keys: Tensor, bits: int) -> Tensor:
-    """The bucket of each key: the highest `bits` bits of its hash.
-
-    `>>` shifts in copies of the sign bit, so a mask removes them.
-    """
-    return ((keys * _FIBONACCI) >> (64 - bits)) & ((1 << bits) - 1)
+def searchable(keys: np.ndarray) -> Tensor:
+    """Distinct sorted keys (n,) for `find`, with a largest key as padding, so that every position can be read."""
+    return torch.from_numpy(np.append(keys, np.iinfo(np.int64).max))
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
@@ -300,9 +223,9 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
     transformer's reward.
     """
     words, lengths, counts = _captions(references)
-    bigrams = HashTable.of(_distinct(_bigrams(words, lengths))[0])
+    bigrams = searchable(np.unique(_bigrams(words, lengths)))
     slot, key, times = _entries(words, lengths, bigrams)
-    keys, ngram = _distinct(key)
+    keys, ngram = np.unique(key, return_inverse=True)
     del key  # frees 8 bytes per entry
     num_ngrams = max(len(keys), 1)
     num_documents = len(lengths) if caption_documents else len(counts)
@@ -310,18 +233,13 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
 
     # An entry is one n-gram of one caption, and a pair is one n-gram of one image.
     image_of_caption = np.repeat(np.arange(len(counts)), counts)
-    order, start = _grouped(image_of_caption[slot // N_MAX] * num_ngrams + ngram)  # entries by pair
-    first_entry = order[start]
-    pair_image, pair_ngram = image_of_caption[slot[first_entry] // N_MAX], ngram[first_entry]
-
-    frequency = np.bincount(ngram if caption_documents else pair_ngram, minlength=len(keys))
+    pair_of_entry = image_of_caption[slot // N_MAX] * num_ngrams + ngram
+    order = np.argsort(pair_of_entry, kind="stable").astype(index_type(len(pair_of_entry)))  # entries by pair
+    pair, start = np.unique(pair_of_entry[order], return_index=True)
+    frequency = np.bincount(ngram if caption_documents else pair % num_ngrams, minlength=len(keys))
     idf = log_documents - np.log(np.maximum(frequency, 1))
     norm = np.sqrt(np.bincount(slot, (idf[ngram] * times) ** 2, minlength=len(lengths) * N_MAX))
 
-    pairs = np.bincount(pair_image, minlength=len(counts))  # of each image
-    first_pair = np.cumsum(pairs) - pairs
-    bucket = first_pair[pair_image] + pair_ngram * pairs[pair_image] // num_ngrams  # see `_find_pairs`
-    in_bucket = np.bincount(bucket, minlength=len(start))
     first_caption = np.cumsum(counts) - counts
     reference = np.arange(len(lengths)) - first_caption[image_of_caption]  # each caption's number in its image
     arrays = {
@@ -329,15 +247,13 @@ def build_index(references: Iterable[Sequence[Sequence[int]]], *, caption_docume
         "length": np.maximum(lengths - 1.0, 0.0),
         "norm": norm,
         "idf": np.append(idf, 0.0),  # so that position 0 can be read if there are no n-grams
-        "pair_offset": _positions(first_pair, len(start)),
-        "pair_ngram": np.append(pair_ngram, 0).astype(index_type(num_ngrams)),
-        "pair_bucket": _positions(np.cumsum(in_bucket) - in_bucket, len(start)),
         "pair_start": _positions(start, len(order)),
         "entry_reference": _small(reference)[slot // N_MAX][order],
         "entry_times": _small(times)[order],
     }
     tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
-    return CiderD(tensors, bigrams, HashTable.of(keys), log_documents)
+    tensors |= {"bigram": bigrams, "ngram": searchable(keys), "pair": searchable(pair)}
+    return CiderD(tensors, log_documents)
 
 
 def _captions(references: Iterable[Sequence[Sequence[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -359,7 +275,7 @@ def _bigrams(words: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return bigram_keys(words[first], words[first + 1])
 
 
-def _entries(words: np.ndarray, lengths: np.ndarray, bigrams: HashTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _entries(words: np.ndarray, lengths: np.ndarray, bigrams: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The distinct n-grams of each caption, sorted by caption, n and position. words, lengths: from `_captions`.
 
     Returns three arrays (M,): caption * 4 + n - 1, the key of the n-gram, and how often the caption contains it.
@@ -376,29 +292,6 @@ def _entries(words: np.ndarray, lengths: np.ndarray, bigrams: HashTable) -> tupl
     slots, keys, times = map(np.concatenate, zip(*parts, strict=True))
     order = np.argsort(slots, kind="stable")
     return slots[order], keys[order], times[order]
-
-
-def _grouped(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The stable order (n,) that sorts values (n,), and the positions in it at which each distinct value starts."""
-    order = np.argsort(values, kind="stable").astype(index_type(len(values)))
-    return order, np.flatnonzero(_is_first(values[order]))
-
-
-def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct keys in the order of their `hashes`, and the position of each of `keys` among them (n,) int32."""
-    hashed = hashes(keys)
-    order = np.argsort(hashed)
-    is_first = _is_first(hashed[order])
-    number = np.empty(len(keys), np.int32)
-    number[order] = np.cumsum(is_first, dtype=np.int32) - 1
-    return keys[order[is_first]], number
-
-
-def _is_first(values: np.ndarray) -> np.ndarray:
-    """True (n,) for each of the sorted values (n,) that differs from the value before."""
-    is_first = np.ones(len(values), bool)
-    np.not_equal(values[1:], values[:-1], out=is_first[1:])
-    return is_first
 
 
 def _positions(starts: np.ndarray, end: int) -> np.ndarray:

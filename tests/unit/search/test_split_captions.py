@@ -13,14 +13,13 @@ from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
 from raycap.models.encoders.backbone import Backbone
 from raycap.models.encoders.transform import ImageTransform
-from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.images import decode_image
 from raycap.pipeline.evaluation.captioning.search import score_rules
 from raycap.pipeline.runs.folder import RunFolder, StageResult
-from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.search.trial import split_captions
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.storage.weights import load_weights, save_weights
-from raycap.pipeline.training.loop import StageJob, train_stages
+from raycap.pipeline.training.loop import StageJob
 from tests.support.runs import prepare_run
 
 
@@ -52,8 +51,7 @@ def test_a_trained_backbone_that_was_kept_reads_the_images(tmp_path: Path, kept:
     folder, store = prepare_run(tmp_path)
     model, backbone = pretend_training(folder, kept=kept)
     stages = tuple(stage.name for stage in folder.config.stages[:2])
-    train_stages(LocalContext(), StageJob(folder, stages, None if kept else store, caption_split="novel"))
-    captions = read_predictions(folder.path / "predictions/novel.json")
+    captions = split_captions(StageJob(folder, stages, None if kept else store), "novel")
     images, settings = folder.dataset.split("novel"), folder.config.evaluation
     transform = ImageTransform(folder.config.backbone.image_size)
     assert len(captions) == len(images) == 2

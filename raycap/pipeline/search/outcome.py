@@ -1,0 +1,111 @@
+"""Writes the results of a search at its end: the leaderboard, trials, configurations, plot and page."""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from raycap.pipeline.evaluation.reports.page import render_template
+from raycap.pipeline.evaluation.reports.tables import Table, format_table
+from raycap.pipeline.runtime.log import Decorations
+from raycap.pipeline.search.ablations import comparisons
+from raycap.pipeline.search.plots import pareto_plot
+from raycap.pipeline.search.records import SearchFolder, TrialRecord, count, states_text
+from raycap.pipeline.search.results import (
+    SearchResults,
+    heading,
+    public_settings,
+    result_files,
+    write_configurations,
+    write_trials,
+)
+from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
+from raycap.pipeline.search.space import flatten, short
+from raycap.pipeline.search.spec import SCORE, Search
+from raycap.pipeline.search.tracking import track_search
+from raycap.pipeline.storage.atomic import write_bytes, write_text
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE = Path(__file__).with_name("search.html.jinja")
+
+
+def write_outcome(search: Search, folder: SearchFolder, records: Sequence[TrialRecord]) -> int:
+    """Writes and sends all results; returns the exit code, 1 when every trial failed."""
+    results = SearchResults.of(search, records)
+    write_trials(folder.path / "trials.csv", results)
+    write_configurations(folder.path, results)
+    folder.push()  # before the decorations, which may fail
+    leaderboard = results.leaderboard()
+    logger.info(f"\n{format_table(leaderboard.columns, leaderboard.rows)}\n{leaderboard.note}\n")
+    decorations = Decorations()
+    with decorations.making("the page with its plot and tables"):
+        for table in comparisons(results, (SCORE,)):  # the columns of all metrics are too many for a terminal
+            logger.info(f"{table.title}\n{table.note}\n{format_table(table.columns, table.rows)}\n")
+        shares, note = importances(search, records)
+        if shares:
+            text = ", ".join(f"{short(key)} {100 * share:.0f} %" for key, share in shares.items())
+            logger.info(f"importance   {text}; {note[:1].lower()}{note[1:]}")
+        write_page(folder.path, results, [leaderboard, *comparisons(results)], shares, note)
+    folder.push()
+    succeeded, failed = count(records, "finished", "stopped"), count(records, "failed")
+    logger.info(f"results      {', '.join(path.name for path in result_files(folder.path))} in {folder.root}")
+    track_search(search, folder.path, records)
+    if failed:
+        first = next(record for record in records if record.state == "failed")
+        text = f"{failed} of {len(records)} trials failed; trial {first.trial_id}: {first.reason}"
+        logger.info(f"{'warning' if succeeded else 'failed':12} {text}")
+    decorations.log_failed()
+    return 1 if failed and not succeeded else 0
+
+
+def write_page(
+    folder: Path, results: SearchResults, tables: Sequence[Table], shares: dict[str, float], note: str
+) -> None:
+    """Writes search.html and its plot, pareto.png, into the search's folder.
+
+    shares, note: of `importances`.
+    """
+    search, records, plot = results.search, results.records, pareto_plot(results)
+    write_bytes(folder / "pareto.png", plot)
+    text = render_template(
+        TEMPLATE,
+        title=search.config.name,
+        search_id=folder.name,
+        summary=f"{len(records)} trials of {', '.join(search.stages)}: {states_text(records)}.",
+        tables=tables,
+        pareto=base64.b64encode(plot).decode(),
+        importance=[(short(key), share) for key, share in shares.items()],
+        importance_note=note,
+        failures=[
+            (f"trial {record.trial_id}, {search.space.describe(record.point)}", record.reason)
+            for record in records
+            if record.state == "failed"
+        ],
+        metadata={"base": search.base.name} | flatten(public_settings(search)),
+    )
+    write_text(folder / "search.html", text)
+
+
+def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[str, float], str]:
+    """{dimension: share} of the main objective's variance, and a note on the data it was computed from.
+
+    If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
+    instead of the main objective, because scores after different epochs are not comparable.
+    """
+    main = search.config.main_objective
+    usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
+    values = [record.value(main) for record in usable]
+    source = f"of {heading(search, main)} over {len(usable)} trials"
+    if any(record.state == "stopped" for record in usable):
+        scores = [dict(record.reports) for record in usable]
+        epoch = max(set.intersection(*map(set, scores)), default=-1.0)  # without a common epoch no trial has a value
+        values = [score.get(epoch) for score in scores]
+        source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
+    rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
+    shares = importance(search.space, [record.point for record, _ in rated], [value for _, value in rated])
+    if not shares:
+        return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
+    return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."
