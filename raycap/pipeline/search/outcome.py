@@ -22,7 +22,7 @@ from raycap.pipeline.search.results import (
     write_trials,
 )
 from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
-from raycap.pipeline.search.space import flatten, short
+from raycap.pipeline.search.space import flatten, point_key, short
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.search.tracking import track_search
 from raycap.pipeline.storage.atomic import write_bytes, write_text
@@ -97,6 +97,7 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     """
     main = search.config.main_objective
     usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
+    usable.sort(key=lambda record: (point_key(record.point), record.seed))  # fANOVA's forest depends on the order
     values = [record.value(main) for record in usable]
     source = f"of {heading(search, main)} over {len(usable)} trials"
     if any(record.state == "stopped" for record in usable):
@@ -107,5 +108,5 @@ def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[st
     rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
     shares = importance(search.space, [record.point for record, _ in rated], [value for _, value in rated])
     if not shares:
-        return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two dimensions."
-    return shares, f"Share of the variance {source} that each dimension explains (fANOVA); unreliable for few trials."
+        return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two keys."
+    return shares, f"Share that each key explains of the variance {source} (fANOVA); unreliable for few trials."

@@ -124,6 +124,7 @@ def test_the_importance_is_that_of_the_key_that_matters(tmp_path: Path) -> None:
     stopped = [TrialRecord(each.trial_id, each.point, 0, "stopped", reports=each.reports[:1]) for each in records[:8]]
     shares, note = importances(search, stopped + records[8:])
     assert shares[N_E] > 0.9 and "after epoch 1, the last that all 16 trials reached" in note
+    assert importances(search, records[8:] + stopped) == (shares, note), "the order of the trials matters"
 
 
 def test_trials_are_written_and_read(tmp_path: Path) -> None:
