@@ -5,10 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test unit lint docs wheel reproduce bench proof spice lock clean
+.PHONY: demo photos test unit lint docs wheel reproduce bench proof spice lock clean
 
 demo: $(READY)
 	$(BIN)/raycap run demo
+
+# DATA: a folder of captioned photographs. Writes photos.yaml, where it is not there yet, and trains with it.
+photos: $(READY)
+	test -f photos.yaml || $(BIN)/raycap init "$(or $(DATA),photographs)" --out photos.yaml
+	$(BIN)/raycap run photos.yaml
 
 # Two processes, because the tests of clusters wait more than they compute. One process runs a file from start to end.
 test: $(READY)

@@ -28,7 +28,7 @@ def check(
 
     The exit code is 1 when training on the data would be wrong. Every image is read by this machine.
 
-    Example: raycap check coco_subset --set data.root=/path/to/folder
+    Example: raycap check photos --set data.root=/path/to/folder
     """
     run_config = load_config(config, set_ or ())
     if json_file is not None:

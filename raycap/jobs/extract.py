@@ -42,7 +42,7 @@ def extract(
     The features of the configuration's backbone go to the feature store. Images that the store contains already are
     not computed again. The exit code is 1 when too many images give no features, or --verify finds damage.
 
-    Example: raycap extract coco_subset --set data.root=/path/to/folder --verify
+    Example: raycap extract photos --set data.root=/path/to/folder --verify
     """
     begin = time.monotonic()
     run_config = load_config(config, set_ or ())

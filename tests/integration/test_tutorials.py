@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import sys
@@ -13,7 +12,6 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, small_config
-from tests.support.forms import scenes, write_images
 from tests.support.ray_cluster import Cluster, free_port, on_disk, worker_cluster
 from tests.support.runs import STAGES
 from tests.support.s3_server import s3_server
@@ -41,23 +39,6 @@ SMALL_MODEL = {
     "evaluation__beam_size": 2,
     "evaluation__decoding__min_length": 3,
 }
-
-
-def test_own_photographs(tmp_path: Path) -> None:
-    images = scenes(tmp_path / "scenes")
-    write_images(tmp_path / "photographs/images", images)
-    with (tmp_path / "photographs/captions.csv").open("w", newline="") as file:
-        rows = [(f"images/{image.name}", caption) for image in images for caption in image.captions]
-        csv.writer(file).writerows([("image", "caption"), *rows])
-    run = "raycap run photographs.yaml"
-    short = with_keys(**SMALL_MODEL, stages__xe_frozen__epochs=1, stages__xe_finetune__epochs=1)
-    outputs = run_page(ROOT / "docs/getting_started.md", tmp_path, {run: run + short})
-    assert outputs[0].endswith("next      raycap check photographs.yaml\n          raycap run photographs.yaml\n")
-    assert "fit to train on" in outputs[1].splitlines()[-1]
-    assert "finished in" in outputs[2].splitlines()[-1]
-    lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
-    assert len(lines) == 60 and all(line["caption"] for line in lines)
-    assert len(outputs[4].splitlines()) == 3
 
 
 def test_another_language(tmp_path: Path) -> None:

@@ -73,11 +73,14 @@ class Size(NamedTuple):
     epochs: int
     batch_size: int
     lr: str
+    decay: float
 
 
-SMALL = Size((128, 256, 4, 2, 2), epochs=15, batch_size=20, lr="1.0e-3")  # for less than 2,000 training images
-MEDIUM = Size((256, 512, 8, 2, 2), epochs=10, batch_size=32, lr="5.0e-4")
-LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4")  # for more than 50,000
+# For less than 2,000 training images. BENCHMARKS.md compares its stage with shorter ones, and with other models.
+SMALL = Size((128, 256, 4, 2, 2), epochs=40, batch_size=20, lr="1.0e-3", decay=0.95)
+MEDIUM = Size((256, 512, 8, 2, 2), epochs=20, batch_size=32, lr="5.0e-4", decay=0.9)
+LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4", decay=0.9)  # for more than 50,000
+PATIENCE = 8  # validations without a new best score, after which the first stage ends
 
 
 class Machine(NamedTuple):
@@ -229,8 +232,9 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
         common += f"    captions_per_image: {min(5, per_image)}\n"
     stages = [
         "  - name: xe_frozen  # the image encoder does not change, so that its features are computed once\n"
-        f"    objective: cross_entropy\n    epochs: {size.epochs}\n{common}    lr: {size.lr}\n"
-        "    schedule: {warmup_iterations: 20, decay: 0.9}"
+        f"    objective: cross_entropy\n    epochs: {size.epochs}  # fewer, if the validation score stops rising\n"
+        f"    patience: {PATIENCE}\n{common}    lr: {size.lr}\n"
+        f"    schedule: {{warmup_iterations: 20, decay: {size.decay}}}"
     ]
     if size is not SMALL or not is_pretrained:
         epochs, lr = (2, "3.0e-5") if is_pretrained else (size.epochs, "5.0e-4")
@@ -242,6 +246,7 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
     if size is not SMALL and per_image > 1:  # with one reference per image, the reward is mostly noise
         stages.append(
             "  - name: scst_frozen\n    objective: scst\n    epochs: 3\n"
-            f"    batch_size: {size.batch_size}\n    lr: 1.0e-4\n    schedule: {{decay: 0.8}}"
+            f"    batch_size: {size.batch_size}\n    lr: 1.0e-5  # higher rates make captions of photographs worse\n"
+            "    schedule: {decay: 0.8}\n    keep_if_better: true"
         )
     return "stages:\n" + "\n".join(stages)

@@ -93,6 +93,19 @@ def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captione
     assert set(found.dataset.column("split")) == {"train", "val", "test"}
 
 
+@pytest.mark.parametrize("count", [20, 30, 40])
+def test_few_images_are_divided_so_that_check_accepts_them(
+    tmp_path: Path, images: list[Captioned], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tenth of the images for validation, some numbers would leave one image, and CIDEr-D needs two."""
+    write_images(tmp_path / "set", images[:count])
+    rows = [{"image": image.name, "caption": caption} for image in images[:count] for caption in image.captions]
+    (tmp_path / "set/all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert init(tmp_path / "set", "--out", tmp_path / "x.yaml", "--no-pretrained") == 0
+    assert main(["check", str(tmp_path / "x.yaml"), "--set", f"storage={tmp_path / 'results'}"]) == 0
+    assert "fit to train on" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

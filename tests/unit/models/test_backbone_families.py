@@ -255,7 +255,7 @@ def test_a_checkpoint_with_other_names_in_timms_order(tmp_path: Path) -> None:
     wrong = list(state.values())
     wrong[0], wrong[6] = wrong[6], wrong[0]
     torch.save({f"{i:03}": tensor for i, tensor in enumerate(wrong)}, tmp_path / "file.pth")
-    with pytest.raises(ValueError, match="a checkpoint for resnet18 lacks 'conv1.weight'"):
+    with pytest.raises(ValueError, match="a checkpoint for resnet18 lacks"):
         Backbone(config)
 
 

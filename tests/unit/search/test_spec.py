@@ -23,7 +23,7 @@ SHIPPED = own((ROOT / "raycap" / "configs").glob("search_*.yaml"))
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_search_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAYCAP_COCO", "RAYCAP_REGIONS"):
+    for name in ("RAYCAP_COCO", "RAYCAP_DATA", "RAYCAP_REGIONS"):
         monkeypatch.setenv(name, "/somewhere")
     search = load_search(path)
     assert search.space.size >= 2
