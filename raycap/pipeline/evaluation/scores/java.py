@@ -6,8 +6,10 @@ The Java heap is adapted to the free memory, and each process ends with the call
 from __future__ import annotations
 
 import contextlib
+import gzip
 import importlib.util
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,7 +25,10 @@ from typing import TypeVar
 import psutil
 
 from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.storage.atomic import write_bytes
+from raycap.pipeline.storage.path import cache_folder
 
+logger = logging.getLogger(__name__)
 Caption = Sequence[str]  # tokens
 
 SPICE_MODELS_VARIABLE = "RAYCAP_SPICE_MODELS"  # the folder with the two jars below
@@ -37,8 +42,17 @@ _SPICE_HEAP_MB = (3072, 8192)
 # any other line is an error.
 _STATISTICS = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?( -?\d+(\.\d+)?(E-?\d+)?){10,}")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
-# A deadline is (seconds per call, further seconds per image)
+# A deadline is (seconds per process, further seconds per image)
 METEOR_DEADLINE_S, SPICE_DEADLINE_S = (120.0, 0.05), (300.0, 1.0)
+# Parses each line, a JSON list of sentences, into SPICE's database. SPICE's own command shows no progress.
+_PARSE = """
+var Parser = Java.type("edu.anu.spice.SpiceParser");
+var parser = new Parser("parsed", java.lang.Runtime.getRuntime().availableProcessors(), true);
+var input = new java.io.BufferedReader(new java.io.InputStreamReader(java.lang.System.in));
+for (var line; (line = input.readLine()) !== null; print("parsed"))
+    parser.parseCaptions(java.util.Arrays.asList(Java.to(JSON.parse(line), "java.lang.String[]")));
+"""
+_KEEP_EVERY_S, _MOST_KEPT_BYTES = 30.0, 2**28  # a larger file of parsed sentences is replaced by a new one
 _LONGEST = 65536  # characters read per line; a line of scores is shorter
 
 
@@ -80,33 +94,79 @@ def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption
 
 
 def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> list[float]:
-    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises JavaError like `meteor`."""
+    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises JavaError like `meteor`.
+
+    Parsed sentences are kept in the user's cache. If that fails, a warning gives the reason, and all are parsed again.
+    """
+    images = [tuple(map(" ".join, (caption, *refs))) for caption, refs in zip(predictions, references, strict=True)]
+    distinct = list(dict.fromkeys(images))
+    sentences = list(dict.fromkeys(sentence for image in distinct for sentence in image))
     package = _package_folder() / "spice"
     java = java_command(_SPICE_HEAP_MB)
-    models = spice_models()
-    # SPICE's serializer needs access to these packages, which Java forbids by default since version 16.
-    opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in ("lang", "util", "math")]
-    paths = os.pathsep.join(map(str, (package / "spice-1.0.jar", package / "lib" / "*", models / "*")))
-    images = [
-        {"image_id": i, "test": " ".join(prediction), "refs": [" ".join(caption) for caption in captions]}
-        for i, (prediction, captions) in enumerate(zip(predictions, references, strict=True))
-    ]
-    options = ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
-    main = ["edu.anu.spice.SpiceScorer", "in.json", "-out", "out.json", "-subset", "-silent"]
-
+    # SPICE's serializers need access to these packages, which Java forbids by default since version 16.
+    names = ("lang", "util", "util.concurrent", "math", "net", "text")
+    opens = [f"--add-opens=java.base/java.{name}=ALL-UNNAMED" for name in names]
+    paths = os.pathsep.join(map(str, (package / "spice-1.0.jar", package / "lib" / "*", spice_models() / "*")))
+    java += ["-XX:+IgnoreUnrecognizedVMOptions", *opens, "-cp", paths]
+    items = [{"image_id": i, "test": test, "refs": refs} for i, (test, *refs) in enumerate(distinct)]
+    main = [*java, "edu.anu.spice.SpiceScorer", "in.json", "-out", "out.json", "-subset", "-silent"]
+    deadline_s = SPICE_DEADLINE_S[0] + SPICE_DEADLINE_S[1] * len(images)
     with tempfile.TemporaryDirectory(prefix="raycap-java-") as name:
         folder = Path(name)
-        (folder / "in.json").write_text(json.dumps(images), encoding="utf-8")
+        (folder / "in.json").write_text(json.dumps(items), encoding="utf-8")
 
-        def wait(process: subprocess.Popen[str]) -> list[float]:
+        def wait(process: subprocess.Popen[str]) -> dict[tuple[str, ...], float]:
             process.communicate()
             if process.returncode:
                 raise ValueError(f"it ended with exit code {process.returncode}")
-            items = {item["image_id"]: item["scores"] for item in json.loads((folder / "out.json").read_text("utf-8"))}
-            return [float(items[i]["All"]["f"]) for i in range(len(images))]
+            scores = {item["image_id"]: item["scores"] for item in json.loads((folder / "out.json").read_text("utf-8"))}
+            return {image: float(scores[i]["All"]["f"]) for i, image in enumerate(distinct)}
 
-        deadline_s = SPICE_DEADLINE_S[0] + SPICE_DEADLINE_S[1] * len(images)
-        return _with_java([*java, *options, *main], folder, wait, deadline_s)
+        try:
+            _parse(java, folder, sentences, deadline_s)
+            values = _with_java([*main, "-cache", "parsed"], folder, wait, deadline_s)
+        except JavaError as error:  # the script needs Java 11, and the database a native library for the processor
+            logger.warning(f"SPICE   runs without its cache, so all sentences are parsed again: {error}")
+            values = _with_java(main, folder, wait, deadline_s)
+    return [values[image] for image in images]
+
+
+def _parse(java: list[str], folder: Path, sentences: list[str], deadline_s: float) -> None:
+    """Adds the parses of sentences to SPICE's database `folder`/parsed, a copy of the file in the user's cache.
+
+    Only this call uses the database itself. So a killed call leaves a whole file, a cache on a network disk does no
+    harm, and of two calls at the same time the file has the sentences of the one that ends last.
+    """
+    kept, database = cache_folder() / "spice" / "parsed.gz", folder / "parsed" / "data.mdb"
+    database.parent.mkdir()
+    try:
+        if kept.exists():
+            if (found := kept.stat()).st_size > _MOST_KEPT_BYTES or found.st_uid != os.geteuid():
+                raise ValueError("it is too large or belongs to another user")  # whose Java objects could run code
+            database.write_bytes(gzip.decompress(kept.read_bytes()))  # compares a checksum
+    except Exception as error:  # a damaged file raises errors of several types
+        logger.warning(f"SPICE   {kept} is not used, and its sentences are parsed again: {one_line(error)}")
+    database.touch()
+    (folder / "parse.js").write_text(_PARSE)
+
+    def talk(process: subprocess.Popen[str]) -> None:
+        start = last = time.monotonic()
+        size, old, can_keep = 100 * (os.cpu_count() or 1), database.stat().st_mtime_ns, True
+        for done in range(0, len(sentences), size):
+            _answers(process, [json.dumps(sentences[done : done + size])], 1, re.compile("parsed"))
+            now, left = time.monotonic(), max(0, len(sentences) - done - size)
+            if (left and now - last < _KEEP_EVERY_S) or database.stat().st_mtime_ns == old:
+                continue
+            last, minutes = now, (now - start) / (len(sentences) - left) * left / 60
+            logger.info(f"SPICE   {len(sentences) - left}/{len(sentences)} sentences parsed, {minutes:.1f} min left")
+            try:
+                if can_keep:
+                    write_bytes(kept, gzip.compress(database.read_bytes(), 1), durable=False)
+            except OSError as error:
+                can_keep = False
+                logger.warning(f"SPICE   parsed sentences are not kept for later calls: {one_line(error)}")
+
+    _with_java([*java, "org.openjdk.nashorn.tools.Shell", "parse.js"], folder, talk, deadline_s)
 
 
 def spice_models() -> Path:
