@@ -163,7 +163,6 @@ def config_text(
         size = LARGE if counts.train_images > 50_000 else MEDIUM
     header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
     backbone = _pretrained_backbone(size, machine) if is_pretrained else NEW_BACKBONE
-    length = min(100, counts.words + 2)
     parts = [
         f"# {header}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
         f"name: {name}",
@@ -172,7 +171,7 @@ def config_text(
         MODEL.format(*size.model) + (SMALLER_MODEL if size is not LARGE else ""),
         _stages(size, counts.per_image, is_pretrained=is_pretrained),
         _workers(machine),
-        f"evaluation: {{max_length: {length}}}  # nearly all captions are shorter" if length > 20 else "",
+        _evaluation(language, counts),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -193,6 +192,15 @@ def _workers(machine: Machine) -> str:
         f"workers:  # all cores of this machine\n  num_workers: 1\n  cpus_per_worker: {cpus}\n"
         f"  threads_per_worker: {cpus}\n  num_decode_threads: {cpus}\n\nfeatures: {{threads_per_actor: {cpus}}}"
     )
+
+
+def _evaluation(language: Language, counts: Counts) -> str:
+    """The section `evaluation` in YAML, without repeated phrases. In single characters, good captions repeat some."""
+    length = min(100, counts.words + 2)
+    keys = [f"  max_length: {length}  # nearly all captions are shorter"] if length > 20 else []
+    if language.tokenizer != "characters":
+        keys.append("  decoding: {no_repeat_ngram: 3}  # no three words occur twice in a caption")
+    return "\n".join(["evaluation:", *keys]) if keys else ""
 
 
 def _data(found: Survey, language: Language, counts: Counts) -> str:
