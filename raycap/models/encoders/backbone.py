@@ -374,7 +374,10 @@ def _create(config: BackboneConfig, *, pretrained: bool, num_classes: int = 0) -
             raise
         # any other error counts as a failed download, because libraries for downloads have error types of their own
         reason = " ".join(str(error).split())
-        raise ConnectionError(f"the pretrained weights of {config.name} could not be downloaded: {reason}") from error
+        raise ConnectionError(
+            f"the pretrained weights of {config.name} could not be downloaded: {reason}; repeat the command later, or "
+            "give backbone.weights a file"
+        ) from error
 
 
 def _slots(block: nn.Module) -> list[tuple[nn.Module, str]]:

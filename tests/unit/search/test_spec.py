@@ -71,6 +71,7 @@ def test_points_and_labels() -> None:
     labels = [finite.describe(point) for point in finite.points()]
     assert labels == ["G 4, N_E 2", "G 4, N_E null", "G 4 8, N_E 2", "G 4 8, N_E null"]
     assert Dimension(low=0.1, high=0.4, step=0.1).listed() == [0.1, 0.2, 0.3, 0.4]
+    assert Dimension(low=2, high=5, step=2).ends() == [2, 4]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,8 @@ def test_points_and_labels() -> None:
         ({"space": {"model.num_heads": [2, 3]}}, ["space, at num_heads 3: ", "d_model = 16 does not"]),
         ({"space": {N_E: ["x"]}}, ["space, at N_E x: model.dynamic_expansion = 'x': input should be"]),
         ({"space": {"row": [4]}}, ["space.row lists mappings of keys to values"]),
+        ({"space": {"row": [{"model": {"dynamic_expansion": 2}}], N_E: [4]}}, ["space.row sets this key too"]),
+        ({"space": {N_E: {"choices": [2, 4], "log": True}}}, ["low, high, log and step do not go with choices"]),
         ({"trial": {"set": {"evaluation.beam_sise": 1}}}, ["unknown key evaluation.beam_sise: did you mean beam_size"]),
         ({"space": {N_E: {"low": 1, "high": 10**12, "step": 1}}}, ["more than 100,000 numbers", "give a larger step"]),
         ({"space": {G: [[4], [10**10] * 9]}}, ["parameters, and the limit is 100,000,000,000"]),
@@ -95,6 +98,10 @@ def test_points_and_labels() -> None:
         ({"budget": None}, ["algorithm random needs an end"]),
         ({"scheduler": {"name": "asha", "grace_epochs": 2}}, ["scheduler.grace_epochs = 2 is more than the 0.7"]),
         ({"space": {"model.d_model": [16, 12], "model.num_heads": [2, 8]}}, ["space, at d_model 12, num_heads 8: "]),
+        (
+            {"scheduler": {"name": "asha", "grace_epochs": 0.5}, "trial": {"set": {"stages.xe_frozen.epochs": 0.2}}},
+            ["scheduler.grace_epochs = 0.5 is more than the 0.2"],
+        ),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
     ],
 )  # fmt: skip

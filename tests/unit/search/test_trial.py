@@ -21,7 +21,7 @@ from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.search.records import SearchPlan, TrialRecord
 from raycap.pipeline.search.spec import Search, SearchConfig
-from raycap.pipeline.search.trial import TrialTask, run_trial, split_captions
+from raycap.pipeline.search.trial import TrialTask, decides, run_trial, split_captions
 from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config
@@ -106,3 +106,11 @@ def captions_by_hand(run: RunFolder, weights: Path, store: str, split: str) -> d
             found = beam_search(model, memory, beam_size=settings.beam_size, max_length=settings.max_length)
         captions[image] = run.vocabulary.decode(found.tokens[0, 0].tolist())
     return captions
+
+
+def test_states_are_handed_over_when_ray_tune_decides() -> None:
+    """Also if decisions fall between validations: the second one counts from the first one, not from epoch 2."""
+    epochs = [0.75, 1.5, 2.25, 3.0, 3.75, 4.5, 5.25, 6.0, 6.75]
+    decided = [epochs[n] for n in range(len(epochs)) if decides(epochs[: n + 1], 2)]
+    assert decided == [2.25, 4.5, 6.75]
+    assert [decides([1.0, 2.0], 1), decides([1.0, 2.0], 2), decides([2.0, 3.0], 2), decides([], 1)] == [1, 1, 0, 0]
