@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raycap.models.encoders.pretrained import PACKAGES
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import read_journal
 from tests.conftest import ROOT
@@ -35,6 +36,7 @@ def test_getting_started_and_a_second_language(tmp_path: Path, shared: Path) -> 
     source, photographs = shared / "data" / "flickr8k_subset", tmp_path / "photographs"
     if not source.is_dir():
         pytest.skip(f"no photographs in {source}")
+    pytest.importorskip(PACKAGES["tf_efficientnet_lite2"], reason="raycap[photos] is not installed")
     (photographs / "images").mkdir(parents=True)
     entries = json.loads((source / "dataset.json").read_text())["images"]
     chosen = [entry for split, size in SIZES.items() for entry in [e for e in entries if e["split"] == split][:size]]

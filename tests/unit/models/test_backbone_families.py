@@ -29,7 +29,7 @@ from raycap.models.encoders.backbone import (
     image_transform,
     set_drop_path,
 )
-from raycap.models.encoders.pretrained import local_file
+from raycap.models.encoders.pretrained import PACKAGES, local_file
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
@@ -261,6 +261,7 @@ def test_a_checkpoint_with_other_names_in_timms_order(tmp_path: Path) -> None:
 
 def test_pretrained_weights_of_a_package_recognize_a_photograph(shared: Path) -> None:
     """A black and white dog that jumps, with the classifier of the package."""
+    pytest.importorskip(PACKAGES["tf_efficientnet_lite2"], reason="raycap[photos] is not installed")
     file = local_file(timm.get_pretrained_cfg("tf_efficientnet_lite2"))
     assert file is not None
     image = shared / "data" / "flickr8k_subset" / "images" / "1020651753_06077ec457.jpg"
