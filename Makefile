@@ -10,9 +10,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/raycap run demo
 
-# DATA: a folder of captioned photographs. Writes photos.yaml, where it is not there yet, and trains with it.
+# DATA: a folder of captioned photographs. Writes or replaces photos.yaml and trains with it.
 photos: $(READY)
-	test -f photos.yaml || $(BIN)/raycap init "$(or $(DATA),photographs)" --out photos.yaml
+	$(BIN)/raycap init "$(or $(DATA),photographs)" --out photos.yaml --force
 	$(BIN)/raycap run photos.yaml
 
 # Two processes, because the tests of clusters wait more than they compute. One process runs a file from start to end.
