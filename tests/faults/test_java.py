@@ -192,7 +192,7 @@ def test_a_damaged_file_of_sentences_is_replaced(
     elif damage == "another user":
         monkeypatch.setattr(os, "geteuid", lambda: kept.stat().st_uid + 1)
     elif damage == "too large":
-        monkeypatch.setattr(java_module, "_MOST_KEPT_BYTES", 10)
+        monkeypatch.setattr(java_module, "MOST_KEPT_BYTES", 10)
     else:
         cut = kept.read_bytes()[:-20]
         kept.write_bytes({"cut": cut, "flipped": bytes(content), "empty": b"", "garbage": b"garbage"}[damage])
@@ -243,6 +243,6 @@ def test_spice_itself_scores_the_same_with_and_without_its_cache(
     assert first == second and sum(first) > 0 and not caplog.records and kept.stat().st_size > 10_000
     kept.write_bytes(b"garbage")
     assert java_module.spice(predictions, captions) == first and len(caplog.records) == 1
-    program = java_module._PARSE.replace("parser.parse", "broken.parse")
-    monkeypatch.setattr(java_module, "_PARSE", program)
+    program = java_module.PARSE_SCRIPT.replace("parser.parse", "broken.parse")
+    monkeypatch.setattr(java_module, "PARSE_SCRIPT", program)
     assert java_module.spice(predictions, captions) == first and "runs without its cache" in caplog.text

@@ -191,7 +191,7 @@ def decides(epochs: Sequence[float], every: float) -> bool:
 
 
 def hand_over(run: RunFolder, step: int, target: Path) -> None:
-    """Copies the state of a run after a step with a validation into the folder `target`, as a run has it.
+    """Copies the state of a run after a step with a validation into `target`, with the layout of a run's folder.
 
     The state is the step's checkpoint, the best weights and the journal. The run has one stage. Ray Tune may add
     `target` to the files of an earlier checkpoint, because a trial that took over another one counts anew. Therefore

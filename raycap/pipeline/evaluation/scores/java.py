@@ -45,14 +45,14 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?(E-?\d+)?")
 # A deadline is (seconds per process, further seconds per image)
 METEOR_DEADLINE_S, SPICE_DEADLINE_S = (120.0, 0.05), (300.0, 1.0)
 # Parses each line, a JSON list of sentences, into SPICE's database. SPICE's own command shows no progress.
-_PARSE = """
+PARSE_SCRIPT = """
 var Parser = Java.type("edu.anu.spice.SpiceParser");
 var parser = new Parser("parsed", java.lang.Runtime.getRuntime().availableProcessors(), true);
 var input = new java.io.BufferedReader(new java.io.InputStreamReader(java.lang.System.in));
 for (var line; (line = input.readLine()) !== null; print("parsed"))
     parser.parseCaptions(java.util.Arrays.asList(Java.to(JSON.parse(line), "java.lang.String[]")));
 """
-_KEEP_EVERY_S, _MOST_KEPT_BYTES = 30.0, 2**28  # a larger file of parsed sentences is replaced by a new one
+KEEP_EVERY_S, MOST_KEPT_BYTES = 30.0, 2**28  # a larger file of parsed sentences is replaced by a new one
 _LONGEST = 65536  # characters read per line; a line of scores is shorter
 
 
@@ -141,13 +141,13 @@ def _parse(java: list[str], folder: Path, sentences: list[str], deadline_s: floa
     database.parent.mkdir()
     try:
         if kept.exists():
-            if (found := kept.stat()).st_size > _MOST_KEPT_BYTES or found.st_uid != os.geteuid():
+            if (found := kept.stat()).st_size > MOST_KEPT_BYTES or found.st_uid != os.geteuid():
                 raise ValueError("it is too large or belongs to another user")  # whose Java objects could run code
             database.write_bytes(gzip.decompress(kept.read_bytes()))  # compares a checksum
     except Exception as error:  # a damaged file raises errors of several types
         logger.warning(f"SPICE   {kept} is not used, and its sentences are parsed again: {one_line(error)}")
     database.touch()
-    (folder / "parse.js").write_text(_PARSE)
+    (folder / "parse.js").write_text(PARSE_SCRIPT)
 
     def talk(process: subprocess.Popen[str]) -> None:
         start = last = time.monotonic()
@@ -155,7 +155,7 @@ def _parse(java: list[str], folder: Path, sentences: list[str], deadline_s: floa
         for done in range(0, len(sentences), size):
             _answers(process, [json.dumps(sentences[done : done + size])], 1, re.compile("parsed"))
             now, left = time.monotonic(), max(0, len(sentences) - done - size)
-            if (left and now - last < _KEEP_EVERY_S) or database.stat().st_mtime_ns == old:
+            if (left and now - last < KEEP_EVERY_S) or database.stat().st_mtime_ns == old:
                 continue
             last, minutes = now, (now - start) / (len(sentences) - left) * left / 60
             logger.info(f"SPICE   {len(sentences) - left}/{len(sentences)} sentences parsed, {minutes:.1f} min left")
