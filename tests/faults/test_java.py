@@ -130,7 +130,7 @@ def test_spice_failures_are_reported(java, models: None, program: str, reason: s
     assert score.value is None and reason in (score.unavailable or "")
 
 
-# A stand-in for SPICE's programs. Its database lists the parsed sentences, one a line. F is the last number of a
+# A stand-in for SPICE's programs. Its database lists the parsed sentences, one per line. F is the last number of a
 # prediction, divided by 20.
 SPICE = """
 import json, sys
