@@ -58,6 +58,7 @@ from raycap.models.layers import (
     EncoderDecoder,
     Layer,
     SelfAttention,
+    at_positions,
     full_precision,
     layer_list,
     layer_outputs,
@@ -489,10 +490,11 @@ class ClustFormer(EncoderDecoder):
     def logits(self, outputs: list[Tensor]) -> Tensor:
         return self.lm_head(self.decoder_norm(outputs[-1]))
 
-    def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
+    def decode(self, memory: Memory, tokens: Tensor, *context: object, positions: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         is_causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        return super().decode(memory, tokens, self._start_pass(Layout(1, length), is_causal, tokens.device))
+        shared = self._start_pass(Layout(1, length), is_causal, tokens.device)
+        return super().decode(memory, tokens, shared, positions=positions)
 
     @torch.no_grad()
     def init_cache(self, memory: Memory, beams: int) -> TreeCache:
@@ -520,7 +522,7 @@ class MaskTokenClustFormer(ClustFormer):
         # one position more, because the mask token follows the longest caption
         self.register_buffer("positions", sinusoids(sizes.max_positions + 1, config.d_model), persistent=False)
 
-    def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
+    def decode(self, memory: Memory, tokens: Tensor, *context: object, positions: Tensor | None = None) -> Tensor:
         rows, length = tokens.shape
         check_positions(length, self.sizes.max_positions)
         if self.masks is not None:
@@ -531,7 +533,7 @@ class MaskTokenClustFormer(ClustFormer):
         prefixes = prefixes.masked_fill(~is_visible.tril(), self.sizes.pad).flatten(0, 1)
         shared = self._start_pass(Layout(1, length + 1), is_visible.repeat(rows, 1)[:, None, None], tokens.device)
         outputs = self.decoder_outputs(memory, prefixes, shared)
-        return self.logits([self.predicting(outputs[-1])])
+        return self.logits(at_positions([self.predicting(outputs[-1])], positions))
 
     def predicting(self, values: Tensor) -> Tensor:
         by_prefix = values.unflatten(0, (-1, values.shape[1] - 1))  # (B*K, T, T + 1, ...)

@@ -390,6 +390,11 @@ def layer_outputs(layers: Sequence[Layer], x: Tensor, *arguments: object) -> lis
     return outputs
 
 
+def at_positions(outputs: list[Tensor], positions: Tensor | None) -> list[Tensor]:
+    """Selects outputs (R, T, D) at positions (P,) of R*T, which gives (P, D). Without positions all are returned."""
+    return outputs if positions is None else [y.flatten(0, 1).index_select(0, positions) for y in outputs]
+
+
 def position_rows(table: Tensor, first: int, count: int) -> Tensor:
     """Returns the vectors (count, D) of positions from `first` on. Raises ValueError if the table has too few rows."""
     check_positions(first + count, len(table))
@@ -447,11 +452,11 @@ class EncoderDecoder(CaptionModel):
         """Computes logits (..., V) from the outputs (..., D) of all decoder layers."""
         return self.lm_head(outputs[-1])
 
-    def decode(self, memory: Memory, tokens: Tensor, *context: object) -> Tensor:
+    def decode(self, memory: Memory, tokens: Tensor, *context: object, positions: Tensor | None = None) -> Tensor:
         """See `CaptionModel.decode`. context: further arguments of every decoder layer."""
         if self.masks is not None:
             self.masks.begin_pass(tokens.shape[1])
-        return self.logits(self.decoder_outputs(memory, tokens, *context))
+        return self.logits(at_positions(self.decoder_outputs(memory, tokens, *context), positions))
 
     def decoder_outputs(self, memory: Memory, tokens: Tensor, *context: object) -> list[Tensor]:
         """Returns the outputs (R, T, D) of all decoder layers for tokens (R, T). context: as in `decode`."""

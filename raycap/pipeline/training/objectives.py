@@ -26,6 +26,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -95,8 +96,10 @@ def cross_entropy_objective(stage: StageSection) -> Objective:
     """Label-smoothed cross entropy, averaged over the target tokens of the global batch."""
 
     def compute(wrapped: nn.Module, captioner: Captioner, batch: Batch, generator: torch.Generator) -> StepOutput:
-        logits = wrapped(batch.features, batch.tokens[:, :-1]).flatten(0, 1)[batch.target_positions]
-        targets = batch.tokens[:, 1:].flatten()[batch.target_positions]
+        positions = batch.target_positions
+        decode = partial(captioner.model.decode, tokens=batch.tokens[:, :-1], positions=positions)
+        logits = wrapped(batch.features, decode)
+        targets = batch.tokens[:, 1:].flatten()[positions]
         loss = smoothed_cross_entropy(logits, targets, stage.label_smoothing) / batch.global_targets
         return StepOutput(loss, {"loss": loss.detach().double()})
 

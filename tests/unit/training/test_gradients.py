@@ -14,7 +14,7 @@ from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import ClustFormerConfig, ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, ModelSizes
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.training.batches import Batch, target_positions
-from raycap.pipeline.training.objectives import cross_entropy_objective, scst_objective
+from raycap.pipeline.training.objectives import cross_entropy_objective, scst_objective, smoothed_cross_entropy
 
 IMAGES, SAMPLES, LENGTH, VOCABULARY = 3, 3, 6, 9
 PAD, SOS, EOS = 0, 1, 2
@@ -24,6 +24,7 @@ SYSTEMS: dict[str, ModelConfig] = {
     "transformer": ExpansionNetConfig(**SMALL, name="transformer", dropout=0.2),
     "meshed_memory": MeshedMemoryConfig(**SMALL, num_memory_slots=2, dropout=0.2),
     "clustformer": ClustFormerConfig(**SMALL, dropout=0.2),
+    "mask_token": ClustFormerConfig(**SMALL, dropout=0.2, decoder="mask_token"),
 }
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "xe": {"objective": "cross_entropy", "label_smoothing": 0.1},
@@ -78,6 +79,16 @@ class Loss:
         return self.objective(
             wrapped or self.captioner, self.captioner, self.batch, torch.Generator().manual_seed(3)
         ).loss
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_cross_entropy_is_that_of_the_logits_at_all_positions(system: str) -> None:
+    loss = Loss(SYSTEMS[system], OBJECTIVES["xe"])
+    loss.captioner.eval()
+    tokens = loss.batch.tokens
+    logits, targets = loss.captioner(loss.batch.features, tokens[:, :-1]), tokens[:, 1:]
+    expected = smoothed_cross_entropy(logits[targets != PAD], targets[targets != PAD], 0.1) / 8
+    torch.testing.assert_close(loss(), expected)
 
 
 @pytest.mark.parametrize(
