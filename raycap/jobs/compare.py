@@ -27,7 +27,7 @@ from raycap.pipeline.evaluation.captioning.bundle import fetched, load_bundle
 from raycap.pipeline.evaluation.comparison.bootstrap import Difference, compare
 from raycap.pipeline.evaluation.evaluate import common_settings
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
-from raycap.pipeline.evaluation.reports.report import ResultsFolder, report_images, score_table
+from raycap.pipeline.evaluation.reports.report import report_images, score_table
 from raycap.pipeline.evaluation.reports.tables import Rows, Table, format_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores
 from raycap.pipeline.runtime.log import Decorations
@@ -98,13 +98,12 @@ def compare_models(
         raise UserError(f"--split {split} has no reference captions; name a split with references")
     settings = common_settings(run_config, bundles)
     name = group_id(run_config.name, [*models, split])
-    folder = ResultsFolder.of(run_config, "", out or str(run_config.storage_place / f"comparisons/{name}"))
+    place = storage_path(out or run_config.storage_place / f"comparisons/{name}", run_config.storage.options)
     evaluator = Evaluator(settings, images, options, address)
     evaluator.check([[bundle] for bundle in bundles])
-    with folder.writing():
-        labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
-        found = [*evaluator.evaluate_each(labels, folder).values()]
-        write_comparison(folder.place, found, [*map(len, systems)], images[split], settings)
+    labels = {f"model {number}": [bundle] for number, bundle in enumerate(bundles, 1)}
+    found = [*evaluator.evaluate_each(labels, place).values()]
+    write_comparison(place, found, [*map(len, systems)], images[split], settings)
     return exit_code(found)
 
 

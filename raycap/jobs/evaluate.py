@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.comparison.protocol import common_protocol
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
-from raycap.pipeline.evaluation.reports.report import ResultsFolder, write_results, write_summary
+from raycap.pipeline.evaluation.reports.report import keep_captions, write_results, write_summary
 from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.runs.delivery import bundle_place, bundle_run
@@ -93,18 +94,18 @@ def evaluate(
     else:
         systems = {f"ensemble of {len(bundles)}": bundles}
     title, name = _title_and_name(run_config, bundles, one_by_one=one_by_one)
-    folder = ResultsFolder.of(run_config, name if data is None else f"{name}-{data.stem}", out)
+    name = name if data is None else f"{name}-{data.stem}"
+    place = storage_path(out or run_config.storage_place / f"evaluations/{name}", run_config.storage.options)
     settings = common_settings(evaluated_config, bundles)
     evaluator = Evaluator(settings, images, options, address)
     evaluator.check([*systems.values()])
-    with folder.writing():
-        if one_by_one:
-            found = evaluator.evaluate_each(systems, folder)
-            summarize_seeds(folder.place, found)
-            return exit_code([*found.values()])
-        scores = evaluator.evaluate(bundles, folder)
-        write_results(folder, scores, settings, label=title)
-        return exit_code([scores])
+    if one_by_one:
+        found = evaluator.evaluate_each(systems, place)
+        summarize_seeds(place, found)
+        return exit_code([*found.values()])
+    scores = evaluator.evaluate(bundles, place)
+    write_results(place, scores, settings, label=title)
+    return exit_code([scores])
 
 
 def _check_models(models: Sequence[str], seeds: int, stage: str | None) -> None:
@@ -151,17 +152,17 @@ class Evaluator:
         logger.info(f"models    {', '.join(' + '.join(map(str, bundles)) for bundles in systems)}")
         logger.info(f"data      {', '.join(f'{split} {len(part)}' for split, part in self.images.items())} images")
 
-    def evaluate(self, bundles: Sequence[StoragePath], folder: ResultsFolder) -> Scores:
-        """The scores of a bundle or of an ensemble. folder: gets the captions before they are scored."""
-        options = replace(self.options, keep=folder.write_captions)
+    def evaluate(self, bundles: Sequence[StoragePath], place: StoragePath) -> Scores:
+        """The scores of a bundle or of an ensemble. place: the folder that gets the captions before they are scored."""
+        options = replace(self.options, keep=partial(keep_captions, place))
         return evaluate_bundles(bundles, self.images, self.settings, self.address, options)
 
-    def evaluate_each(self, systems: Mapping[str, Sequence[StoragePath]], folder: ResultsFolder) -> dict[str, Scores]:
-        """Evaluates each model, and writes its results to the subfolder of `folder` with the model's label."""
+    def evaluate_each(self, systems: Mapping[str, Sequence[StoragePath]], place: StoragePath) -> dict[str, Scores]:
+        """Evaluates each model, and writes its results to the subfolder of `place` with the model's label."""
         found = {}
         for label, bundles in systems.items():
             logger.info(f"\n{label}: {', '.join(map(str, bundles))}")
-            part = folder.part(label.replace(" ", "-"))
+            part = place / label.replace(" ", "-")
             found[label] = self.evaluate(bundles, part)
             title = "+".join(bundle.name for bundle in bundles)
             write_results(part, found[label], self.settings, label=title)

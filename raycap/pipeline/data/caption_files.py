@@ -11,7 +11,7 @@ from typing import Any
 from raycap.pipeline.data.formats.source import MAX_CAPTION
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, relative_name, shorten
-from raycap.pipeline.storage.path import storage_path
+from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json, read_document
 
 ImageId = int | str
@@ -106,7 +106,7 @@ def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[Ima
     return references
 
 
-def write_predictions(path: Path, captions: Mapping[int, str]) -> None:
+def write_predictions(path: StoragePath | Path, captions: Mapping[int, str]) -> None:
     """Writes captions, given by image id, as a COCO result file: a list of {"image_id", "caption"}."""
     rows = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
     storage_path(path).write_bytes(json.dumps(rows, indent=1, ensure_ascii=False).encode())
@@ -131,7 +131,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     return dict(rows)
 
 
-def write_n_best(path: Path, captions: Mapping[int, Sequence[Mapping[str, object]]]) -> None:
+def write_n_best(path: StoragePath | Path, captions: Mapping[int, Sequence[Mapping[str, object]]]) -> None:
     """Writes several captions per image as JSON lines {"image_id", "n_best": [{"caption", ...}, ...]}."""
     rows = [{"image_id": image, "n_best": ranked} for image, ranked in captions.items()]
     storage_path(path).write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

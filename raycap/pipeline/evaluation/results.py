@@ -303,7 +303,9 @@ class Scores:
         }
 
 
-def write_captions(folder: Path, split: str, images: Mapping[int, ImageCaption], predictions: str) -> None:
+def write_captions(
+    folder: StoragePath | Path, split: str, images: Mapping[int, ImageCaption], predictions: str
+) -> None:
     """Writes the best captions as a COCO result file named `predictions`, and all captions as an n-best file."""
     write_predictions(folder / predictions, SplitScores(split, images).captions)
     ranked = {image: [one.to_json() for one in each.n_best] for image, each in images.items() if each.n_best}

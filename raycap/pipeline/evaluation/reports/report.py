@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.comparison.published import FinalRow, folded
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html, write_report
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Rows, format_scores
 from raycap.pipeline.evaluation.results import Scores, SplitScores, write_captions
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.storage.atomic import write_json
-from raycap.pipeline.storage.mirror import Mirror
-from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
+from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
 
 logger = logging.getLogger(__name__)
@@ -118,7 +112,7 @@ def write_summary(
 
     content: of scores.json, with the key "signature". columns, rows, metadata: of the page.
     """
-    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
+    _write_scores(place, content)
     decorations = Decorations()
     with decorations.making("the report of the seeds"):
         page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
@@ -126,80 +120,29 @@ def write_summary(
     decorations.log_failed()
 
 
-@dataclass(frozen=True)
-class ResultsFolder:
-    """Where the results of an evaluation belong (`place`), and the local folder in which they are written (`path`).
-
-    The two are equal unless the results go to S3. In that case `path` is a new folder in the cache.
-    """
-
-    place: StoragePath
-    path: Path
-
-    @classmethod
-    def of(cls, config: RunConfig, label: str, out: str | None) -> ResultsFolder:
-        """The folder that the option --out names. If `out` is None, it is evaluations/`label` in the storage."""
-        default = config.storage_place / f"evaluations/{label}"
-        place = storage_path(default if out is None else out, config.storage.options)
-        if not place.is_remote:
-            return cls(place, place.path)
-        return cls(place, cache_folder() / "evaluations" / uuid.uuid4().hex[:16] / "results")
-
-    def part(self, name: str) -> ResultsFolder:
-        """Makes a subfolder of this name for further results."""
-        path = self.path / name
-        path.mkdir(parents=True, exist_ok=True)
-        return ResultsFolder(self.place / name, path)
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Makes the local folder, and removes it after its results were uploaded to S3.
-
-        After an error, results that were not uploaded are kept, because captions can take hours. The log names the
-        folder.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not self.place.is_remote:
-            yield
-            return
-        is_uploaded = False
-        try:
-            yield
-            is_uploaded = True
-        finally:
-            if is_uploaded or not any(self.path.iterdir()):
-                # The parent was made for these results, and also has the record of what was uploaded.
-                shutil.rmtree(self.path.parent, ignore_errors=True)
-            else:
-                logger.warning(
-                    f"results      {self.path}: they are not all in {self.place}; copy them, or remove this folder"
-                )
-
-    def write_captions(self, captions: SplitCaptions) -> None:
-        """Writes the captions of all splits."""
-        for split, images in captions.items():
-            predictions = f"predictions-{split}.json"
-            write_captions(self.path, split, images, predictions)
-            logger.info(f"predictions  {self.place / predictions}")
-
-    def write_scores(self, content: Mapping[str, object], missing: Mapping[str, str]) -> None:
-        """Writes scores.json, and uploads all results if they go to S3. missing: {report that failed: reason}."""
-        write_json(self.path / "scores.json", {**content, "missing": missing} if missing else content)
-        if self.place.is_remote:
-            Mirror(self.place, self.path).push()
+def keep_captions(place: StoragePath, captions: SplitCaptions) -> None:
+    """Writes the captions of all splits to a folder of results."""
+    for split, images in captions.items():
+        predictions = f"predictions-{split}.json"
+        write_captions(place, split, images, predictions)
+        logger.info(f"predictions  {place / predictions}")
 
 
-def write_results(folder: ResultsFolder, scores: Scores, settings: RunConfig, *, label: str) -> None:
-    """Logs the scores of a model, and writes scores.json and one page per scored split. label: names the model.
+def _write_scores(place: StoragePath, content: Mapping[str, object]) -> None:
+    (place / "scores.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
-    The fitted confidence is stored in the bundle, unless the model is an ensemble.
+
+def write_results(place: StoragePath, scores: Scores, settings: RunConfig, *, label: str) -> None:
+    """Logs the scores of a model, and writes scores.json and one page per scored split to a folder.
+
+    label: names the model. The fitted confidence is stored in the bundle, unless the model is an ensemble.
     """
     for each in scores.splits:
         _log_scores(each)
     content, decorations = scores.to_json(), Decorations()
     if len(scores.bundles) == 1:
         keep_results(scores, {}, decorations)
-    folder.write_scores(content, {})
+    _write_scores(place, content)
     models = ", ".join(bundle.name for bundle in scores.bundles)
     for each in scores.splits:
         if each.scores is None:
@@ -209,10 +152,11 @@ def write_results(folder: ResultsFolder, scores: Scores, settings: RunConfig, *,
             options, title = settings.storage.options, f"{label} on {split}"
             page = report(scores.of(split), options, title=title, run_id=label, pictured=[split])
             metadata = {"models": models, "images": f"{split} {len(each.images)}"}
-            write_report(folder.path / file, replace(page, metadata=metadata))
-            logger.info(f"report       {folder.place / file}")
-    folder.write_scores(content, decorations.failed)
-    logger.info(f"scores       {folder.place / 'scores.json'}")
+            (place / file).write_bytes(report_html(replace(page, metadata=metadata)).encode())
+            logger.info(f"report       {place / file}")
+    if decorations.failed:
+        _write_scores(place, content | {"missing": decorations.failed})
+    logger.info(f"scores       {place / 'scores.json'}")
     decorations.log_failed()
 
 
