@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +26,7 @@ from raycap.pipeline.evaluation.comparison.protocol import common_protocol
 from raycap.pipeline.evaluation.evaluate import Options, common_settings, find_automata, images_by_split
 from raycap.pipeline.evaluation.evaluate import evaluate as evaluate_bundles
 from raycap.pipeline.evaluation.reports.report import keep_captions, write_results, write_summary
-from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
+from raycap.pipeline.evaluation.reports.tables import SeedScores
 from raycap.pipeline.evaluation.results import Scores
 from raycap.pipeline.runs.delivery import bundle_place, bundle_run
 from raycap.pipeline.runs.folder import with_decisions_of
@@ -179,17 +179,7 @@ def summarize_seeds(place: StoragePath, models: Mapping[str, Scores]) -> None:
     scores = SeedScores.of(
         {label: {part.split: part.to_json() for part in each.splits} for label, each in models.items()}
     )
-    content = {"models": names, "protocol": asdict(protocol), "signature": protocol.signature}
-    columns, rows, page_rows = scores.columns, Rows(), Rows()
-    for split in scores.splits:
-        own = scores.rows(split, columns)
-        rows += own
-        page_rows += own + scores.rows_of_models(split, columns)
-    if rows:
-        logger.info(f"\n{format_table(columns, rows)}\n")
-    content["splits"] = scores.to_json()
-    write_summary(place, content, columns, page_rows, {"models": ", ".join(names.values())})
-    logger.info(f"seeds        {place}")
+    write_summary(place, scores, protocol, {"models": names}, {"models": ", ".join(names.values())})
 
 
 def exit_code(every: Sequence[Scores]) -> int:

@@ -18,7 +18,7 @@ from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, run_protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
 from raycap.pipeline.evaluation.reports.report import published_table, write_summary
-from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores, format_table
+from raycap.pipeline.evaluation.reports.tables import Rows, SeedScores
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.atomic import read_json
 
@@ -51,28 +51,21 @@ def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -
     stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
     scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
     protocol = common_protocol([run_protocol(folder.config, folder.delivered()) for folder in folders])
-    columns, rows, page_rows = scores.columns, Rows(), Rows()
-    for split in scores.splits:
-        own = scores.rows(split, columns)
-        rows += own
-        page_rows += own + scores.rows_of_models(split, columns)
-        if split in configs[0].data.test_splits:
-            page_rows += _published(protocol, folders[0], columns, split, scores.splits[split][0])
+    published = {
+        split: _published(protocol, folders[0], scores.columns, split, scores.splits[split][0])
+        for split in scores.splits.keys() & set(configs[0].data.test_splits)
+    }
     by_run = [content["validation_by_stage"] for content in stored.values()]
     stages = [stage for stage in by_run[0] if all(stage in values for values in by_run)]
     validation = {stage: Spread.of([values[stage] for values in by_run]) for stage in stages}
     content = {
         "runs": {label: folder.run_id for label, folder in zip(stored, folders, strict=True)},
-        "protocol": asdict(protocol),
-        "signature": protocol.signature,
-        "splits": scores.to_json(),
         "validation_by_stage": {name: asdict(spread) for name, spread in validation.items()},
     }
     texts = ", ".join(f"{name} {spread.text(digits=4)}" for name, spread in validation.items())
-    logger.info(f"\n{format_table(columns, rows)}\n\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")
-    metadata = {"runs": ", ".join(folder.run_id for folder in folders)}
-    write_summary(place, content, columns, page_rows, metadata | {"validation CIDEr-D": texts})
-    logger.info(f"\nseeds        {place}")
+    logger.info(f"\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")
+    metadata = {"runs": ", ".join(folder.run_id for folder in folders), "validation CIDEr-D": texts}
+    write_summary(place, scores, protocol, content, metadata, published)
 
 
 def _stored_scores(folder: RunFolder) -> Values:

@@ -72,12 +72,11 @@ def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str], monkeypatch: 
     configs, folders = runs(tmp_path, (0.8, 0.9))
     summarize_runs(configs, folders)
     place = storage_path(tmp_path / "seeds" / group_id("demo", ["demo-0", "demo-1"]))
-    assert log_lines[-1] == f"\nseeds        {place}"
-    assert log_lines[0].strip().splitlines() == [
+    assert [line.strip() for line in "".join(log_lines).splitlines() if line.strip()] == [
+        "validation CIDEr-D (PTB tokens)  xe_frozen 0.4250 ± 0.0354",
         "CIDEr-D",
         "val, 3 images (2 seeds)  0.850 ± 0.071",
-        "",
-        "validation CIDEr-D (PTB tokens)  xe_frozen 0.4250 ± 0.0354",
+        f"seeds        {place}",
     ]
     written = json.loads((place / "scores.json").read_bytes())
     assert written["runs"] == {"seed 0": "demo-0", "seed 1": "demo-1"} and written["protocol"]["objective"] == "scst"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.evaluation.comparison.protocol import Protocol
 from raycap.pipeline.evaluation.comparison.published import FinalRow, folded
 from raycap.pipeline.evaluation.evaluate import SplitCaptions, keep_results
 from raycap.pipeline.evaluation.reports.page import Report, ReportImage, report_html
-from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Rows, format_scores
+from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Rows, SeedScores, format_scores, format_table
 from raycap.pipeline.evaluation.results import Scores, SplitScores, write_captions
 from raycap.pipeline.runtime.log import Decorations
 from raycap.pipeline.storage.path import StoragePath
@@ -103,21 +104,32 @@ def report_images(result: SplitScores, part: Dataset, options: StorageOptions) -
 
 def write_summary(
     place: StoragePath,
+    scores: SeedScores,
+    protocol: Protocol,
     content: Mapping[str, Any],
-    columns: list[str],
-    rows: Rows,
     metadata: Mapping[str, str],
+    published: Mapping[str, Rows] = {},
 ) -> None:
-    """Writes scores.json and the page report.html to a folder, which may be on S3. If the page fails, this is logged.
+    """Prints the mean scores over seeds with their spread, and writes scores.json and the page report.html to a folder.
 
-    content: of scores.json, with the key "signature". columns, rows, metadata: of the page.
+    If the page fails, this is logged. content: of scores.json, beside the protocol and the scores. metadata, published:
+    of the page; published has rows with the scores that papers print for a split.
     """
-    _write_scores(place, content)
+    columns, rows, page_rows = scores.columns, Rows(), Rows()
+    for split in scores.splits:
+        own = scores.rows(split, columns)
+        rows += own
+        page_rows += own + scores.rows_of_models(split, columns) + published.get(split, [])
+    if rows:
+        logger.info(f"\n{format_table(columns, rows)}\n")
+    recorded = {"protocol": asdict(protocol), "signature": protocol.signature, "splits": scores.to_json()}
+    _write_scores(place, {**content, **recorded})
     decorations = Decorations()
     with decorations.making("the report of the seeds"):
-        page = Report(place.name, place.name, content["signature"], columns, rows, [], [], dict(metadata))
+        page = Report(place.name, place.name, protocol.signature, columns, page_rows, [], [], dict(metadata))
         (place / "report.html").write_bytes(report_html(page).encode())
     decorations.log_failed()
+    logger.info(f"seeds        {place}")
 
 
 def keep_captions(place: StoragePath, captions: SplitCaptions) -> None:
