@@ -6,15 +6,17 @@ Each part yields pairs of a row of the table, still without results, and the fun
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import TypeVar
 
 import torch
 
-from raycap.jobs.bench_gpu.measuring import measure
 from raycap.jobs.bench_gpu.training_step import Case, Scale, training_step
 from raycap.models.base import Features
 from raycap.models.captioner import build_model
@@ -22,12 +24,14 @@ from raycap.models.config import BackboneConfig, ExpansionNetConfig
 from raycap.models.decoding.graphed_search import GraphedSearch
 from raycap.models.decoding.search import beam_search, sample
 from raycap.models.encoders.backbone import Backbone, image_transform
-from raycap.pipeline.runtime.processor import float32_products
+from raycap.pipeline.runtime.processor import float32_products, memory_mb
 
 COCO_IMAGES, COCO_PAIRS = 113_287, 566_747  # training images, and pairs of an image and a caption
 BEAMS, SAMPLES, TOKENS = 5, 5, 20
 BEAM, GRAPHED_BEAM = "beam 5", "beam 5 as a CUDA graph"
 PRECISIONS = ("float32", "tf32", "bfloat16")
+GROUPS = 3  # groups of calls that are timed
+GROUP_S = 0.5  # approximate seconds of a group
 STAGES = (
     Case("xe_frozen", "cross_entropy", 48, samples=8 * COCO_PAIRS),
     Case("xe_finetune", "cross_entropy", 48, end_to_end=True, samples=2 * COCO_PAIRS),
@@ -77,6 +81,38 @@ class Row:
 
 Measured = Callable[[], tuple[float, float]]  # measures the case of a row; returns seconds per call and GiB
 Rows = Iterator[tuple[Row, Measured]]
+Result = TypeVar("Result")
+
+
+def measure(call: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """The seconds per call, and the peak of allocated memory in GiB.
+
+    After two calls to warm up, GROUPS groups of calls are timed. The result is the median of their seconds per call.
+    The time of a group includes its work on a GPU. With --rehearse, on the CPU, a group is one call.
+    """
+    for _ in range(2):
+        timed(call, device)
+    size = 1
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        _, single = timed(call, device)
+        size = max(1, min(50, round(GROUP_S / single)))
+
+    def group() -> None:
+        for _ in range(size):
+            call()
+
+    seconds = statistics.median(timed(group, device)[1] for _ in range(GROUPS)) / size
+    return seconds, memory_mb(device) / 1024
+
+
+def timed(call: Callable[[], Result], device: torch.device | None = None) -> tuple[Result, float]:
+    """The result of a call, and its seconds. On a GPU, the seconds include the work that the call has queued."""
+    begin = time.perf_counter()
+    result = call()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize()
+    return result, time.perf_counter() - begin
 
 
 def training(scale: Scale, device: torch.device) -> Rows:
