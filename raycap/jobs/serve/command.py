@@ -7,10 +7,10 @@ import socket
 from typing import Annotated, Literal
 
 import typer
-from pydantic import ValidationError
 
 from raycap.jobs.options import Address
 from raycap.pipeline.cluster.start import check_address, cluster_address, connect
+from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.runtime.stopping import exit_code
@@ -59,12 +59,7 @@ def command(
         "loopback_only": host in LOOPBACK_HOSTS, "insecure": insecure,
         "limits": {name: value for name, _, value in (text.partition("=") for text in limit or ())},
     }  # fmt: skip
-    try:
-        arguments = ServeArguments.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{place} is {shown(repr(first['input']))}: {shown(first['msg'])}") from error
+    arguments = parse_section(ServeArguments, values)
     try:
         _serve(arguments, host, port, address)
     except KeyboardInterrupt:
