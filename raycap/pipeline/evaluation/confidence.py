@@ -284,15 +284,12 @@ def measure_quality(confidences: np.ndarray, good: np.ndarray, meaning: str = ""
     good: (n,), True if the caption is good. meaning: says in words when a caption is good. The AUROC is the probability
     that a good caption has a higher confidence than a bad one. Equal confidences count as half.
     """
-    from scipy.stats import rankdata
+    from sklearn.metrics import roc_auc_score
 
     bins = reliability(confidences, good)
     error = sum(each.num_images * abs(each.confidence - each.good) for each in bins) / len(good)
-    num_good, num_bad = int(good.sum()), int((~good).sum())
-    auroc = None
-    if num_good and num_bad:  # AUROC from the rank sum (Mann and Whitney)
-        num_pairs_above = rankdata(confidences)[good].sum() - num_good * (num_good + 1) / 2
-        auroc = float(num_pairs_above / (num_good * num_bad))
+    has_both = good.any() and not good.all()
+    auroc = float(roc_auc_score(good, confidences)) if has_both else None
     return Quality(meaning, float(confidences.mean()), error, auroc, bins, risk_coverage(confidences, good))
 
 
