@@ -80,8 +80,5 @@ def test_the_recipe_of_the_clustformers_code_trains(tmp_path: Path, monkeypatch:
     assert len(losses) > steps > 5 and sum(losses[steps - 3 : steps]) < sum(losses[:3])
     bundle = load_bundle(bundle_run(folder))
     assert bundle.captioner.model.config == folder.config.model and bundle.vocabulary.tokenizer == "tokens"
-    raw, words = (
-        {text for texts in folder.dataset.references(tokenizer).values() for text in texts}
-        for tokenizer in (None, "tokens")
-    )
+    raw, words = set(folder.dataset.texts()), set(folder.dataset.texts("tokens"))
     assert set(compared) <= words and raw.isdisjoint(words) and compared

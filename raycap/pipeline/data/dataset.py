@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raycap.models.config import Values
-from raycap.pipeline.data.language.tokenizers import TOKENIZERS, caption_words, text_column
+from raycap.pipeline.data.language.tokenizers import TOKENIZERS, caption_words
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import atomic_path
@@ -77,13 +77,9 @@ class Dataset:
         """The values of a column as a list."""
         return self.table[name].to_pylist()
 
-    def references(self, tokenizer: str | None = None) -> dict[int, list[str]]:
-        """{image id: captions}.
-
-        If a tokenizer of `TOKENIZERS` is given, the captions are from the column that it splits (`text_column`). If it
-        is None, the captions are as annotated.
-        """
-        return dict(zip(self.column("image_id"), self.column(text_column(tokenizer)), strict=True))
+    def references(self) -> dict[int, list[str]]:
+        """{image id: captions as annotated}."""
+        return dict(zip(self.column("image_id"), self.column("captions"), strict=True))
 
     def uris(self) -> dict[int, str]:
         """{image id: the text of its `ImageLocation`}."""
@@ -113,12 +109,12 @@ class Dataset:
             yield table.slice(start, CHUNK_ROWS)
 
     def texts_by_image(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:
-        """For each image, its captions from the column that the tokenizer splits (`text_column`)."""
-        for chunk in self.chunks(text_column(tokenizer)):
+        """For each image, its captions from the column that the tokenizer splits."""
+        for chunk in self.chunks(TOKENS.name if tokenizer == TOKENS.name else "captions"):
             yield from chunk.column(0).to_pylist()
 
     def texts(self, tokenizer: str = "expansionnet") -> Iterator[str]:
-        """Every caption from the column that the tokenizer splits (`text_column`)."""
+        """Every caption from the column that the tokenizer splits."""
         return chain.from_iterable(self.texts_by_image(tokenizer))
 
     def tokens(self, tokenizer: str = "expansionnet") -> Iterator[list[str]]:

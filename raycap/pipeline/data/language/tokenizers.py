@@ -224,11 +224,6 @@ TOKENIZERS: dict[str, Tokenizer] = {
 }
 
 
-def text_column(tokenizer: str | None) -> str:
-    """The column of a data set that a tokenizer of `TOKENIZERS` splits. If it is None, that of the raw captions."""
-    return "tokens" if tokenizer == "tokens" else "captions"
-
-
 def caption_words(tokenizer: str, caption: str) -> list[str]:
     """The words of a raw caption, to count and compare them. In place of `tokens`, `expansionnet` splits the caption.
 
