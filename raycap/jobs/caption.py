@@ -257,7 +257,7 @@ def _on_ray(names: Sequence[str], request: Request) -> Iterator[Iterator[Values]
     """Captions the images with processes on Ray. Yields an iterator over the output rows, in the order of the images.
 
     Joins or starts Ray, and waits until Ray can place a captioning process. Raises UserError if this machine has too
-    few GPUs for a process. The context raises StalledError if no caption arrives for an hour.
+    few GPUs for a process. The context raises JobFailedError if no caption arrives for an hour.
     """
     from raycap.pipeline.evaluation.captioning.ray_data import caption_stream
 

@@ -31,10 +31,6 @@ STOP = "stop"  # a file in a run's log folder, with the token of the driver whos
 NUM_STARTS = 5  # how often Ray Train tries to start the workers of an attempt. A start fails after a minute.
 
 
-class StageFailedError(JobFailedError):
-    """Training failed and would fail again in the same way. The message names the stage and the reason."""
-
-
 class FailureBudget:
     """Limits the failures per hour. The total has no limit, because a cloud takes nodes away from time to time."""
 
@@ -61,8 +57,8 @@ def fit(job: StageJob, start_ray: Callable[[], None] | None = None) -> None:
     start_ray: called after a failure, to join or start Ray if necessary and to wait for resources. If it is None and
     Ray Train's controller dies, no other attempt follows.
 
-    Raises StageFailedError for a failure that would repeat, such as a loss that is not finite. Raises JobFailedError
-    after more than `workers.max_failures_per_hour` failures within an hour. The same command then resumes the stage.
+    Raises JobFailedError for a failure that would repeat, such as a loss that is not finite, and after more than
+    `workers.max_failures_per_hour` failures within an hour. In the second case, the same command resumes the stage.
     """
     import ray
     from ray.exceptions import RayActorError
@@ -101,7 +97,7 @@ def _attempt(job: StageJob) -> None:
     finally:
         shutil.rmtree(job.folder.path / "log" / SCRATCH, ignore_errors=True)
         if failure_file(job).exists():
-            raise StageFailedError(failure_file(job).read_bytes().decode())
+            raise JobFailedError(failure_file(job).read_bytes().decode())
 
 
 def _reason(error: Exception) -> str:

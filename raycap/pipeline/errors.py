@@ -16,7 +16,7 @@ class DamagedError(JobFailedError):
 
 
 class UnavailableError(Exception):
-    """A metric cannot be computed for the given captions. The message gives the reason."""
+    """A metric cannot be computed for the given captions, or on this machine. The message gives the reason."""
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -12,8 +12,8 @@ import ray.data
 import raycap.jobs.caption
 from raycap.jobs.caption import caption
 from raycap.jobs.cli import main
-from raycap.pipeline.cluster.stalls import StalledError
 from raycap.pipeline.config.sections import WorkersSection
+from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.evaluation.captioning.ray_data import CaptionPool
 from tests.support.bundles import make_bundle, write_images
 
@@ -50,7 +50,7 @@ def test_a_cluster_that_captions_nothing_ends_the_command(
         lost.setattr(raycap.jobs.caption, "MIN_IMAGES_FOR_RAY", 3)
         lost.setattr(CaptionPool, "cpus", 100)
         lost.setattr(raycap.jobs.caption, "WorkersSection", lambda: WorkersSection(max_stall_minutes=0.1))
-        with pytest.raises(StalledError) as raised:
+        with pytest.raises(JobFailedError) as raised:
             caption(words[1:4], words[5], out=str(out))
     assert re.fullmatch(
         r"captioning finished nothing within 0.1 min .*; nodes: .*; pending: .*\(100 CPU\).*; "

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raycap.pipeline.cluster.stalls import StalledError, StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import start_ray
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.sections import WorkersSection
@@ -57,7 +57,7 @@ def test_an_error_of_a_task_is_raised_and_a_task_that_always_dies_ends_the_stage
 
 def test_a_request_that_is_never_served_ends_the_stage(ray_session: None) -> None:
     watch = StallWatch("captioning", WorkersSection(max_stall_minutes=0.05))
-    with pytest.raises(StalledError, match=r"captioning finished nothing .* pending: (.*, )?1 x \(100 CPU\)"):
+    with pytest.raises(JobFailedError, match=r"captioning finished nothing .* pending: (.*, )?1 x \(100 CPU\)"):
         stream(watch, (3,), num_cpus=100)
 
 

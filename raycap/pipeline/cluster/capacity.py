@@ -27,10 +27,6 @@ UNNAMED = re.compile(r"^(node:|memory$|object_store_memory$)|_group_")  # resour
 Resources = Mapping[str, float]  # by name, such as {"CPU": 1, "GPU": 1}
 
 
-class WaitedTooLongError(JobFailedError):
-    """The cluster did not provide the resources of a stage within the limit of the configuration."""
-
-
 @dataclass(frozen=True)
 class ClusterStatus:
     """The nodes of a cluster and the requests that wait."""
@@ -99,7 +95,7 @@ def wait_for(
     """Waits until the cluster can serve all requests of a stage at the same time.
 
     The requests form one placement group, so that an autoscaler starts all missing nodes together. While it waits, the
-    function logs what is pending, at once and then every 30 s. Raises WaitedTooLongError after `limit_s` seconds.
+    function logs what is pending, at once and then every 30 s. Raises JobFailedError after `limit_s` seconds.
 
     requests: the resources of each process of the stage. remedy: what a user can lower, for the error.
     """
@@ -112,7 +108,7 @@ def wait_for(
         while not group.wait(POLL_S):
             status, now = cluster_status(), time.monotonic()
             if now - begin > limit_s:
-                raise WaitedTooLongError(
+                raise JobFailedError(
                     f"{clause}, which the cluster did not provide within {limit_s / 60:g} min "
                     f"(workers.max_wait_minutes of a configuration); {status.text}; {remedy}"
                 )

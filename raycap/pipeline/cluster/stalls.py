@@ -17,7 +17,7 @@ from typing import Any
 from raycap.pipeline.cluster.capacity import MESSAGE_EVERY_S, cluster_status
 from raycap.pipeline.config.sections import WorkersSection
 from raycap.pipeline.errors import JobFailedError
-from raycap.pipeline.storage.s3 import OutageError, StorageError
+from raycap.pipeline.storage.s3 import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +28,18 @@ MAX_STORAGE_RETRIES = 5  # how often a task is repeated if its requests to the s
 SIGNAL = signal.SIGUSR1  # not SIGINT or SIGTERM, because they stop the command
 
 
-class StalledError(JobFailedError):
-    """A stage or a search made no progress within the limit of the configuration."""
-
-
 class StallWatch:
     """Watches a stage in a `with` block of the main thread. The stage calls `progressed` when it makes progress.
 
     After two minutes without a call, a background thread logs the nodes and the pending requests every 30 s. After
-    `workers.max_stall_minutes` the block ends with StalledError. The background thread ends it by a signal, because the
-    main thread waits inside Ray.
+    `workers.max_stall_minutes` the block ends with JobFailedError. The background thread ends it by a signal, because
+    the main thread waits inside Ray.
     """
 
     def __init__(self, stage: str, workers: WorkersSection) -> None:
         self.stage, self.limit_s = stage, 60 * workers.max_stall_minutes
         self._stop = threading.Event()
-        self._error: StalledError | None = None
+        self._error: JobFailedError | None = None
         self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
 
     def __enter__(self) -> Callable[[], None]:
@@ -95,7 +91,7 @@ class StallWatch:
                 progress_at, message_after_s = self._progress_at, quiet_s
             idle_s = time.monotonic() - progress_at
             if idle_s > self.limit_s:
-                self._error = StalledError(
+                self._error = JobFailedError(
                     f"{self.stage} finished nothing within {self.limit_s / 60:g} min (workers.max_stall_minutes of a "
                     f"configuration); {situation()}; the same command continues from what was stored"
                 )
@@ -131,7 +127,7 @@ def repeat_interrupted_tasks() -> None:
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.max_consecutive_actor_init_deaths = MAX_INIT_DEATHS
-    context.retried_map_errors = [StorageError.__name__, OutageError.__name__]
+    context.retried_map_errors = [StorageError.__name__]
     context.max_map_retries = MAX_STORAGE_RETRIES
     context.raise_original_map_exception = True  # otherwise the type of the error is lost
 

@@ -43,7 +43,7 @@ LARGEST: tuple[Stage, Stage] = ("training", "features")  # one of these stages n
 def start_ray(config: RunConfig, address: str | None, stage: Stage = "training") -> None:
     """Joins the Ray cluster at `address` (or RAY_ADDRESS), or starts Ray on this machine. Later calls use the same Ray.
 
-    On a cluster, waits until the processes of `stage` can be placed, and raises WaitedTooLongError after
+    On a cluster, waits until the processes of `stage` can be placed, and raises JobFailedError after
     `workers.max_wait_minutes`. On this machine, raises UserError if training or features need more than the machine
     has. If this process starts Ray, Ray ends with the process, even if the process is killed.
     """

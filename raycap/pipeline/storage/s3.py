@@ -37,10 +37,6 @@ class StorageError(OSError):
     """A request that storage refused, or that failed in every attempt. The message names the URI."""
 
 
-class OutageError(StorageError):
-    """A request that failed in every attempt. The storage is at fault, not this object."""
-
-
 class ConflictError(OSError):
     """A conditional write that was refused, because another process has written the file."""
 
@@ -235,10 +231,8 @@ class S3Object:
             raise self._failure(error, isinstance(error, (ConnectionError, HTTPClientError))) from error
 
     def _failure(self, error: Exception, is_repeated: bool) -> StorageError:
-        reason = " ".join(str(error).split())
-        if is_repeated:
-            return OutageError(f"{self.uri}: storage failed in every attempt: {reason}")
-        return StorageError(f"{self.uri}: storage failed: {reason}")
+        attempts = " in every attempt" if is_repeated else ""
+        return StorageError(f"{self.uri}: storage failed{attempts}: {' '.join(str(error).split())}")
 
 
 def _attempts() -> Iterator[bool]:

@@ -12,8 +12,9 @@ import pytest
 
 from raycap.pipeline.cluster import stalls
 from raycap.pipeline.cluster.capacity import ClusterStatus
-from raycap.pipeline.cluster.stalls import SIGNAL, StalledError, StallWatch
+from raycap.pipeline.cluster.stalls import SIGNAL, StallWatch
 from raycap.pipeline.config.sections import WorkersSection
+from raycap.pipeline.errors import JobFailedError
 
 WORKERS = WorkersSection(max_stall_minutes=10)
 PENDING = ClusterStatus(nodes=[{"CPU": 1}], pending=[{"CPU": 8}], num_starting=0)
@@ -39,7 +40,7 @@ def wait_for_message(log_lines: list[str], text: str) -> None:
 
 def test_a_stall_is_reported_repeatedly_and_ended(clock: SimpleNamespace, log_lines: list[str]) -> None:
     handler = signal.getsignal(SIGNAL)
-    with pytest.raises(StalledError) as raised, StallWatch("training", WORKERS):
+    with pytest.raises(JobFailedError) as raised, StallWatch("training", WORKERS):
         for now in (121.0, 152.0):
             clock.now = now
             wait_for_message(log_lines, f"training has finished nothing for {now:.0f} s")

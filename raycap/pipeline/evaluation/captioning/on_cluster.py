@@ -61,7 +61,7 @@ def caption_on_cluster(
     """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
     with_signals: also compute the signals of each best caption. An image that cannot be read has the
-    reason in place of captions. Raises StalledError if no caption arrives for `workers.max_stall_minutes`.
+    reason in place of captions. Raises JobFailedError if no caption arrives for `workers.max_stall_minutes`.
     """
     import ray
 

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import psutil
 
+from raycap.pipeline.errors import UnavailableError
 from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.atomic import write_bytes
 from raycap.pipeline.storage.path import cache_folder
@@ -57,12 +58,12 @@ _LONGEST = 65536  # characters read per line; a line of scores is shorter
 
 
 def check_meteor() -> None:
-    """Raises JavaError if METEOR cannot run on this machine."""
+    """Raises UnavailableError if METEOR cannot run on this machine."""
     java_command(_METEOR_HEAP_MB)
 
 
 def check_spice() -> None:
-    """Raises JavaError if SPICE cannot run on this machine."""
+    """Raises UnavailableError if SPICE cannot run on this machine."""
     check_meteor()
     spice_models()
 
@@ -70,7 +71,7 @@ def check_spice() -> None:
 def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> tuple[float, list[float]]:
     """METEOR 1.5 (English, normalized) of tokenized captions: the score over all images, and the score of each image.
 
-    Raises JavaError if Java fails or gives no result before the deadline.
+    Raises UnavailableError if Java fails or gives no result before the deadline.
     """
     jar = _package_folder() / "meteor" / "meteor-1.5.jar"
     command = java_command(_METEOR_HEAP_MB, "-jar", str(jar), "-", "-", "-stdio", "-l", "en", "-norm")
@@ -94,7 +95,7 @@ def meteor(predictions: Sequence[Caption], references: Sequence[Sequence[Caption
 
 
 def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]]) -> list[float]:
-    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises JavaError like `meteor`.
+    """SPICE 1.0 of tokenized captions: the F-score of each image. Raises UnavailableError like `meteor`.
 
     Parsed sentences are kept in the user's cache. If that fails, a warning gives the reason, and all are parsed again.
     """
@@ -125,7 +126,7 @@ def spice(predictions: Sequence[Caption], references: Sequence[Sequence[Caption]
         try:
             _parse(java, folder, sentences, deadline_s)
             values = _with_java([*main, "-cache", "parsed"], folder, wait, deadline_s)
-        except JavaError as error:  # the script needs Java 11, and the database a native library for the processor
+        except UnavailableError as error:  # the script needs Java 11, and the database a library for the processor
             logger.warning(f"SPICE   runs without its cache, so all sentences are parsed again: {error}")
             values = _with_java(main, folder, wait, deadline_s)
     return [values[image] for image in images]
@@ -170,55 +171,51 @@ def _parse(java: list[str], folder: Path, sentences: list[str], deadline_s: floa
 
 
 def spice_models() -> Path:
-    """The folder with SPICE's parser models. Raises JavaError with the remedy if the models are missing."""
+    """The folder with SPICE's parser models. Raises UnavailableError with the remedy if the models are missing."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raycap" / "spice"
     candidates = [Path(os.environ.get(SPICE_MODELS_VARIABLE) or default), _package_folder() / "spice" / "lib"]
     for folder in candidates:
         if all((folder / jar).is_file() for jar in SPICE_MODELS):
             return folder.absolute()
     remedy = f"run `make spice`, or name the folder that holds {' and '.join(SPICE_MODELS)} in {SPICE_MODELS_VARIABLE}"
-    raise JavaError(f"SPICE's parser models are not in {candidates[0]}; {remedy}")
+    raise UnavailableError(f"SPICE's parser models are not in {candidates[0]}; {remedy}")
 
 
 def _package_folder() -> Path:
-    """The folder of the package pycocoevalcap. Raises JavaError if the package is not installed."""
+    """The folder of the package pycocoevalcap. Raises UnavailableError if the package is not installed."""
     spec = importlib.util.find_spec("pycocoevalcap")
     if spec is None or not spec.submodule_search_locations:
-        raise JavaError("the package pycocoevalcap, which contains the jar, is not installed; install it")
+        raise UnavailableError("the package pycocoevalcap, which contains the jar, is not installed; install it")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 T = TypeVar("T")
 
 
-class JavaError(Exception):
-    """Raised if a Java program gives no result. The message is the reason."""
-
-
 def java_version() -> str:
-    """The first line of `java -version`. Raises JavaError if java is missing or does not start."""
+    """The first line of `java -version`. Raises UnavailableError if java is missing or does not start."""
     java = java_command(_METEOR_HEAP_MB)[0]
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
-        raise JavaError(f"{java} does not start: {error}") from error
+        raise UnavailableError(f"{java} does not start: {error}") from error
     if done.returncode:
-        raise JavaError(f"{java} -version ends with exit code {done.returncode}")
+        raise UnavailableError(f"{java} -version ends with exit code {done.returncode}")
     return next(iter((done.stderr or done.stdout).strip().splitlines()), "java")
 
 
 def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     """The start of a Java command, with these options and a heap of half the free memory.
 
-    heap_mb: (smallest, largest) heap. Raises JavaError if java is missing or the free memory is too small.
+    heap_mb: (smallest, largest) heap. Raises UnavailableError if java is missing or the free memory is too small.
     """
     java = shutil.which("java")
     if java is None:
-        raise JavaError("java not found on the PATH; install a Java runtime (version 8 or later)")
+        raise UnavailableError("java not found on the PATH; install a Java runtime (version 8 or later)")
     smallest, largest = heap_mb
     free = free_memory_mb()
     if free < smallest * 1.25:  # 25 % more, because Java also needs memory outside its heap
-        raise JavaError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
+        raise UnavailableError(f"it needs a Java heap of {smallest} MB, and only {free:.0f} MB of memory are free")
     heap = int(min(largest, max(smallest, free / 2)))
     # The encoding is set, because its default depends on the locale before Java 18.
     return [java, f"-Xmx{heap}m", "-Dfile.encoding=UTF-8", *options]
@@ -237,8 +234,8 @@ def free_memory_mb() -> float:
 def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen[str]], T], deadline_s: float) -> T:
     """Starts a Java process in `folder`, and returns the result of `use(process)`.
 
-    The process is killed after `use` returns, or at the deadline. Raises JavaError if java does not start or `use`
-    fails.
+    The process is killed after `use` returns, or at the deadline. Raises UnavailableError if java does not start or
+    `use` fails.
     """
     try:
         with (folder / "stderr.txt").open("wb") as stderr:
@@ -253,7 +250,7 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
                 process_group=0,  # lets `kill` end child processes too, because java may be a wrapper script
             )
     except OSError as error:
-        raise JavaError(f"java could not be started: {error}") from error
+        raise UnavailableError(f"java could not be started: {error}") from error
 
     def kill() -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -267,7 +264,7 @@ def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen
     except (OSError, ValueError, KeyError, TypeError) as error:
         is_late = time.monotonic() >= deadline
         reason = "java gave no answer within the deadline" if is_late else f"java failed ({one_line(error)})"
-        raise JavaError(f"{reason}{_stderr_excerpt(folder)}") from error
+        raise UnavailableError(f"{reason}{_stderr_excerpt(folder)}") from error
     finally:
         timer.cancel()
         kill()

@@ -28,7 +28,6 @@ from raycap.pipeline.evaluation.scores.grounding import (
     image_similarity,
     with_references,
 )
-from raycap.pipeline.evaluation.scores.java import JavaError
 from raycap.pipeline.evaluation.scores.words import caption_stats, words_of_all, words_signature
 from raycap.pipeline.runtime.names import shorten
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -154,7 +153,7 @@ class TokenizedCaptions(CaptionWords):
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of `TABLE`. compute: raises JavaError or UnavailableError if the metric has no value."""
+    """A row of `TABLE`. compute: raises UnavailableError if the metric has no value."""
 
     names: tuple[str, ...]
     compute: Callable[[TokenizedCaptions], Sequence[Score]]  # returns one score per name
@@ -165,7 +164,7 @@ class Metric:
     needs: Input | None = None  # a field of `ScoreInputs`. If it is not given, the metric is unavailable.
     jar: str | None = None  # the name in the signature, for a metric that runs in Java
     english_only: bool = False  # if True, the metric is unavailable for captions in other languages
-    check: Callable[[], None] = lambda: None  # raises JavaError if the machine lacks what the metric needs
+    check: Callable[[], None] = lambda: None  # raises UnavailableError if the machine lacks what the metric needs
 
 
 def _mean(per_image: np.ndarray) -> Score:
@@ -342,7 +341,7 @@ def _computed(metric: Metric, captions: TokenizedCaptions) -> Sequence[Score]:
     try:
         _check_language(metric, captions.language)
         return metric.compute(captions)
-    except (JavaError, UnavailableError) as error:
+    except UnavailableError as error:
         reason = str(error)
     except Exception as error:
         if metric.jar is None:
@@ -407,6 +406,6 @@ def why_unavailable(name: str, language: str = ENGLISH, inputs: ScoreInputs | No
         metric.check()
         if inputs is not None and metric.needs is not None:
             _needed(inputs, metric.needs)
-    except (JavaError, UnavailableError) as error:
+    except UnavailableError as error:
         return str(error)
     return None
