@@ -153,7 +153,7 @@ class RunDriver:
 
     def __init__(self, folder: RunFolder, address: str | None) -> None:
         self.folder, self.address = folder, address
-        self.driver_token = self.folder.new_driver_token()
+        self.driver_token = self.folder.new_token("driver_token")
         self.durations: dict[str, float] = {}
         self.excluded: set[str] = set()  # the content keys of images without features
         self.tracker = Tracker(self.folder)

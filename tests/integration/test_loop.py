@@ -250,7 +250,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:
 def test_workers_that_were_replaced_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a stage, their driver starts other workers, which continue from the last checkpoint."""
     folder, store = prepare_run(tmp_path)
-    job = StageJob(folder, STAGES[:1], store, driver_token=folder.new_driver_token())
+    job = StageJob(folder, STAGES[:1], store, driver_token=folder.new_token("driver_token"))
     step = StageRun.step
 
     def cut_off(run: StageRun, number: int, batches: list[Batch]) -> dict[str, float]:

@@ -112,7 +112,9 @@ def test_another_machine_goes_on_where_one_died(url: str, tmp_path: Path, monkey
         monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / f"machine{machine}"))
         folder = prepare(folder.config)  # as a driver on that machine would
         try:
-            train_stages(LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store, (), folder.new_driver_token()))
+            train_stages(
+                LocalContext("cpu"), StageJob(folder, FROZEN_STAGES, store, (), folder.new_token("driver_token"))
+            )
         except Killed:
             continue
     assert broken == set(FROZEN_STAGES)
@@ -151,9 +153,9 @@ def test_an_abandoned_driver_on_another_machine_writes_nothing(
 ) -> None:
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     folder, store = prepare_run({"uri": "s3://data/abandoned", "endpoint_url": url})
-    old = folder.new_driver_token()
+    old = folder.new_token("driver_token")
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "two"))
-    prepare(folder.config).new_driver_token()
+    prepare(folder.config).new_token("driver_token")
     monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "one"))
     with pytest.raises(RuntimeError, match="another driver"):
         train_stages(LocalContext("cpu"), StageJob(folder, STAGES, store, (), old))

@@ -314,7 +314,7 @@ def train_on_workers(context: Context, job: StageJob) -> None:
                         context.report({"stage": entry["stage"], "step": entry["step"]})
         except BaseException:  # The scheduler stopped the trial. Without a valid token its workers cannot write on.
             failure_file(job).write_bytes(b"stopped by the search")
-            job.folder.new_driver_token()
+            job.folder.new_token("driver_token")
             raise
     training.result()  # raises the error, if there is one
     for name in ("stages", JOURNAL):

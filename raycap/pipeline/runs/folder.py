@@ -287,10 +287,6 @@ class RunFolder:
         (self.root / "log" / name).write_bytes(token.encode())
         return token
 
-    def new_driver_token(self) -> str:
-        """Takes over the run from earlier drivers and their workers, and returns the new token."""
-        return self.new_token("driver_token")
-
     @property
     def journal(self) -> Path:
         """The folder of the journal (`pipeline.runs.journal`)."""

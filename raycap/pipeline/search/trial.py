@@ -110,7 +110,7 @@ def run_trial(
         share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
     if task.handover is not None:
         take_over(prepared, task.handover)
-    token = prepared.new_driver_token()
+    token = prepared.new_token("driver_token")
     # With one worker, this process trains and writes the worker's copy of a run on S3.
     run = prepared.on_worker(token) if config.workers.num_workers == 1 else prepared
     names = tuple(stage.name for stage in config.stages)

@@ -64,7 +64,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
 @pytest.fixture
 def output(home: Home, tmp_path: Path) -> StageOutput:
     folder = empty_run(tmp_path / "run", home)
-    output = StageOutput(folder, "a", writes=True, driver_token=folder.new_driver_token())
+    output = StageOutput(folder, "a", writes=True, driver_token=folder.new_token("driver_token"))
     output.open_journal(0)
     return output
 
@@ -111,7 +111,7 @@ def test_a_worker_that_is_replaced_uploads_nothing_and_stops(
     token: str, error: type[Exception], home: Home, tmp_path: Path
 ) -> None:
     folder = empty_run(tmp_path / "run", home)
-    output = StageOutput(folder, "a", True, folder.new_driver_token(), folder.new_token("worker_group_token"))
+    output = StageOutput(folder, "a", True, folder.new_token("driver_token"), folder.new_token("worker_group_token"))
     output.open_journal(0)
     output.log("train", 1, {})
     wait_until(lambda: uploaded(home) == [1])
