@@ -26,7 +26,7 @@ from raycap.pipeline.features.extraction import extract_features, with_views
 from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.preflight import check_before_writing, initial_backbone
 from raycap.pipeline.storage.atomic import atomic_path
-from raycap.pipeline.storage.weights import save_weights
+from raycap.pipeline.storage.weights import save_weights, weights_file_digest
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,9 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     are stored. If the storage is on S3, the returned file is a copy in `scratch`. The file's name is a digest of
     everything that determines the weights.
     """
-    versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
-    identity = [asdict(config.backbone), config.seed, versions, _size_and_mtime(config)]
+    versions, file = [importlib.metadata.version(name) for name in ("torch", "timm")], config.backbone.weights
+    content = "" if file in ("none", "pretrained") else weights_file_digest(Path(file).expanduser())
+    identity = [asdict(config.backbone), config.seed, versions, content]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
     stored = config.storage_place / f"backbones/{digest}.safetensors"
     path = scratch / stored.name if stored.is_remote else stored.path
@@ -117,17 +118,3 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
         with atomic_path(path, durable=False) as temporary:
             stored.download(temporary)
     return path
-
-
-def _size_and_mtime(config: RunConfig) -> list[int]:
-    """[size in bytes, modification time in ns] of the file in `backbone.weights`, or [] if the key names no file.
-
-    Raises UserError if the file cannot be read.
-    """
-    if config.backbone.weights in ("none", "pretrained"):
-        return []
-    try:
-        status = Path(config.backbone.weights).stat()
-    except OSError as error:
-        raise UserError(f"backbone.weights: {config.backbone.weights} cannot be read: {error.strerror}") from error
-    return [status.st_size, status.st_mtime_ns]

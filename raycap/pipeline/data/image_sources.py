@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, matching
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, is_image, matching
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import join, storage_path
@@ -26,9 +26,9 @@ MAX_PIXELS = 100_000_000  # default limit of width x height; larger images are r
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
     """Paths and URIs of the images that the arguments name, in the arguments' order, each once.
 
-    For a folder or prefix, these are all files below it with an image's ending, sorted. In a pattern, * and ? do not
-    match a /, and ** matches any number of folders. Raises UserError for a missing file or folder, and for a folder,
-    prefix or pattern without an image.
+    For a folder or prefix, these are all images below it (`is_image`), sorted. In a pattern, * and ? do not match a /,
+    and ** matches any number of folders. Raises UserError for a missing file or folder, and for a folder, prefix or
+    pattern without an image.
     """
     images: dict[str, None] = {}
     for argument in arguments:
@@ -46,7 +46,7 @@ def _find_local(argument: str) -> list[str]:
     """
     path = Path(argument)
     if path.is_dir():
-        return [str(file) for file in sorted(path.rglob("*")) if _is_image_name(file.name) and file.is_file()]
+        return [str(file) for file in sorted(path.rglob("*")) if is_image(file.name) and file.is_file()]
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
@@ -63,13 +63,9 @@ def _find_remote(argument: str, options: StorageOptions) -> list[str]:
         bucket, _, pattern = argument.removeprefix("s3://").partition("/")
         root = storage_path(f"s3://{bucket}", options)
         return [join(root.uri, name) for name in matching(root, pattern)]
-    if _is_image_name(argument):
+    if is_image(argument):
         return [place.uri]  # not looked up here, because reading a missing object raises an error anyway
-    return [join(place.uri, name) for name in sorted(place.list()) if _is_image_name(name)]
-
-
-def _is_image_name(name: str) -> bool:
-    return Path(name).suffix.lower() in IMAGE_ENDINGS
+    return [join(place.uri, name) for name in sorted(place.list()) if is_image(name)]
 
 
 def load_image(
