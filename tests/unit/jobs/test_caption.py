@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from raycap.jobs.caption import caption
 from raycap.jobs.caption_output import Parts
 from raycap.jobs.cli import main
+from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle
 from raycap.pipeline.evaluation.captioning.ray_data import _CaptionActor
@@ -151,6 +152,12 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
         assert line == expected
     with pytest.raises(UserError, match="part-000001.jsonl: line 1 was written with"):
         caption(names, str(bundle), out=place.uri, beam_size=2)
+
+
+def test_hidden_files_of_a_folder_are_no_images(tmp_path: Path) -> None:
+    names = write_images(tmp_path / "images", 2)
+    (tmp_path / "images" / f"._{Path(names[0]).name}").write_bytes(b"made by macOS")
+    assert find_images([str(tmp_path / "images")]) == sorted(names)
 
 
 def test_a_failure_of_the_storage_is_no_error_of_an_image(
