@@ -68,7 +68,7 @@ class CaptionModel(nn.Module, ABC):
         """Returns teacher-forced logits (B*K, T, V) for tokens (B*K, T), which begin with SOS.
 
         positions: (P,), indices into the B*K*T positions of all rows. If they are given, only the logits (P, V) at
-        these positions are computed. At padding, which can be half of the positions, they would be a waste.
+        these positions are computed. This saves the logits at padding, which can be half of all positions.
 
         Row b*K+k is caption k of image b. The logits at position t depend on the tokens up to t. PAD may occur only
         after a caption's end, and the logits at PAD have no meaning. Raises ValueError for a caption longer than the

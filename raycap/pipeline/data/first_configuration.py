@@ -74,14 +74,14 @@ class Size(NamedTuple):
     batch_size: int
     lr: str
     schedule: str
-    ema: str
+    ema: str | None
 
 
-# BENCHMARKS.md has the scores of SMALL on 762 photographs, and of MEDIUM on 6,000. SMALL is for less than 2,000, and
-# LARGE for more than 50,000.
+# BENCHMARKS.md has the scores of SMALL on 762 photographs, and of MEDIUM's stage xe_frozen on 6,000. LARGE was not
+# measured. SMALL is for fewer than 2,000 training images, and LARGE for more than 50,000.
 SMALL = Size((128, 256, 4, 2, 2), 40, 20, lr="1.0e-3", schedule="{warmup_iterations: 20, decay: 0.95}", ema="0.995")
 MEDIUM = Size((128, 256, 4, 2, 2), 12, 16, lr="1.0e-3", schedule="{name: cosine, warmup_iterations: 200}", ema="0.999")
-LARGE = Size((512, 2048, 8, 3, 3), 8, 48, lr="2.0e-4", schedule="{warmup_iterations: 20, decay: 0.9}", ema="0.999")
+LARGE = Size((512, 2048, 8, 3, 3), 8, 48, lr="2.0e-4", schedule="{warmup_iterations: 20, decay: 0.9}", ema=None)
 PATIENCE = 8  # validations without a new best score, after which a long stage ends
 
 
@@ -243,11 +243,12 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
     stages = [
         "  - name: xe_frozen  # the image encoder does not change, so that its features are computed once\n"
         f"    objective: cross_entropy\n    epochs: {size.epochs}  # fewer, if the validation score stops rising\n"
-        f"    patience: {PATIENCE}\n{common}    lr: {size.lr}\n"
-        f"    ema: {size.ema}  # validated and kept: an average of the weights\n    schedule: {size.schedule}"
+        f"    patience: {PATIENCE}\n{common}    lr: {size.lr}\n    schedule: {size.schedule}"
     ]
+    if size.ema:
+        stages[0] += f"\n    ema: {size.ema}  # an average of the weights is validated and kept"
     if size is not SMALL or not is_pretrained:
-        epochs, lr = ("2\n", "4.0e-5") if is_pretrained else (f"{size.epochs}\n    patience: {PATIENCE}\n", "5.0e-4")
+        epochs, lr = ("2\n", "3.0e-5") if is_pretrained else (f"{size.epochs}\n    patience: {PATIENCE}\n", "5.0e-4")
         stages.append(
             "  - name: xe_finetune\n    objective: cross_entropy\n    train_backbone: true\n"
             f"    epochs: {epochs}{common}    lr: {lr}\n"

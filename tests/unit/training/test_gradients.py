@@ -22,6 +22,7 @@ STEP = 1e-6
 SMALL: dict[str, Any] = {"d_model": 8, "d_ff": 8, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1}
 SYSTEMS: dict[str, ModelConfig] = {
     "transformer": ExpansionNetConfig(**SMALL, name="transformer", dropout=0.2),
+    "expansionnet_v2": ExpansionNetConfig(**SMALL, static_expansion=(3,), dynamic_expansion=2, dropout=0.2),
     "meshed_memory": MeshedMemoryConfig(**SMALL, num_memory_slots=2, dropout=0.2),
     "clustformer": ClustFormerConfig(**SMALL, dropout=0.2),
     "mask_token": ClustFormerConfig(**SMALL, dropout=0.2, decoder="mask_token"),

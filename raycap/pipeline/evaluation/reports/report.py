@@ -112,8 +112,8 @@ def write_summary(
 ) -> None:
     """Prints the mean scores over seeds with their spread, and writes scores.json and the page report.html to a folder.
 
-    If the page fails, this is logged. content: of scores.json, beside the protocol and the scores. metadata, published:
-    of the page; published has rows with the scores that papers print for a split.
+    If the page fails, this is logged. content: further keys of scores.json. metadata: shown on the page. published: by split, rows
+    with the scores of papers.
     """
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
@@ -156,6 +156,7 @@ def write_results(place: StoragePath, scores: Scores, settings: RunConfig, *, la
         keep_results(scores, {}, decorations)
     _write_scores(place, content)
     models = ", ".join(bundle.name for bundle in scores.bundles)
+    pages: dict[StoragePath, bytes] = {}
     for each in scores.splits:
         if each.scores is None:
             continue
@@ -164,8 +165,10 @@ def write_results(place: StoragePath, scores: Scores, settings: RunConfig, *, la
             options, title = settings.storage.options, f"{label} on {split}"
             page = report(scores.of(split), options, title=title, run_id=label, pictured=[split])
             metadata = {"models": models, "images": f"{split} {len(each.images)}"}
-            (place / file).write_bytes(report_html(replace(page, metadata=metadata)).encode())
-            logger.info(f"report       {place / file}")
+            pages[place / file] = report_html(replace(page, metadata=metadata)).encode()
+    for path, html in pages.items():  # a storage that fails ends the command, unlike a page that cannot be made
+        path.write_bytes(html)
+        logger.info(f"report       {path}")
     if decorations.failed:
         _write_scores(place, content | {"missing": decorations.failed})
     logger.info(f"scores       {place / 'scores.json'}")
