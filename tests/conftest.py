@@ -19,7 +19,7 @@ from tests.support.logs import on_message
 from tests.support.s3_server import CREDENTIALS, s3_server
 
 ROOT = Path(__file__).resolve().parent.parent
-PATH = os.environ["PATH"]
+PATH, SPICE_MODELS = os.environ["PATH"], os.environ.get("RAYCAP_SPICE_MODELS")
 # A stand-in for java with METEOR's jar, which takes seconds to start. It prints 23 numbers for each line SCORE. For
 # EVAL it prints the score 0.25 for each image and for all of them.
 METEOR = """
@@ -97,16 +97,20 @@ def write_java(folder: Path, program: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_java(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Puts METEOR in place of java, for tests and for processes that they start."""
+    """Puts METEOR in place of java, without models of SPICE, for tests and for processes that they start."""
     folder = tmp_path_factory.mktemp("java")
     write_java(folder, METEOR)
-    os.environ["PATH"] = f"{folder}{os.pathsep}{PATH}"
+    os.environ.update(PATH=f"{folder}{os.pathsep}{PATH}", RAYCAP_SPICE_MODELS=str(folder))
 
 
 @pytest.fixture
 def real_java(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the stand-in for java during a test."""
+    """Removes the stand-in for java during a test, and finds the models of SPICE that this machine has."""
     monkeypatch.setenv("PATH", PATH)
+    if SPICE_MODELS is None:
+        monkeypatch.delenv("RAYCAP_SPICE_MODELS")
+    else:
+        monkeypatch.setenv("RAYCAP_SPICE_MODELS", SPICE_MODELS)
 
 
 @pytest.fixture(autouse=True)

@@ -112,8 +112,8 @@ def write_summary(
 ) -> None:
     """Prints the mean scores over seeds with their spread, and writes scores.json and the page report.html to a folder.
 
-    If the page fails, this is logged. content: further keys of scores.json. metadata: shown on the page. published: by split, rows
-    with the scores of papers.
+    If the page fails, this is logged. content: further keys of scores.json. metadata: shown on the page. published: by
+    split, rows with the scores of papers.
     """
     columns, rows, page_rows = scores.columns, Rows(), Rows()
     for split in scores.splits:
