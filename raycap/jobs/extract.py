@@ -104,7 +104,8 @@ def initial_weights(config: RunConfig, scratch: Path) -> Path:
     are stored. If the storage is on S3, the returned file is a copy in `scratch`. The file's name is a digest of
     everything that determines the weights.
     """
-    versions, file = [importlib.metadata.version(name) for name in ("torch", "timm")], config.backbone.weights
+    versions = [importlib.metadata.version(name) for name in ("torch", "timm")]
+    file = config.backbone.weights
     content = "" if file in ("none", "pretrained") else weights_file_digest(Path(file).expanduser())
     identity = [asdict(config.backbone), config.seed, versions, content]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
