@@ -206,7 +206,7 @@ def find_bundles(option: str, models: Sequence[str], config: RunConfig) -> list[
 
 def find_images(config: RunConfig, splits: Sequence[str]) -> dict[str, Dataset]:
     """The images of each split, also those without references. Raises UserError if annotations cannot be read."""
-    dataset, _ = read_annotations(config.data, data_root(config), config.storage.options)
+    dataset = read_annotations(config.data, data_root(config), config.storage.options).dataset
     return images_by_split(dataset, splits)
 
 

@@ -52,6 +52,8 @@ def init(
     counts = counts_of(found, language)
     for key, text in _summary(found, language, counts).items():
         print(f"{key:<9} {printable(text)}")
+    for sentence in found.left_out:
+        print(f"left out  {printable(sentence)}")
     machine = Machine(len(os.sched_getaffinity(0)), torch.cuda.device_count())
     write_bytes(path, config_text(found, name, language, counts, machine, is_pretrained=pretrained).encode())
     load_config(path)  # raises if the new file is not valid

@@ -161,7 +161,7 @@ def read_annotation_file(path: Path) -> None:
 
 
 def read_archive(path: Path) -> None:
-    dataset, _ = read_annotations(DataSection(root=str(path.parent), annotations=path.name), path.parent)
+    dataset = read_annotations(DataSection(root=str(path.parent), annotations=path.name), path.parent).dataset
     for uri in dataset.column("uri"):
         read_image_file(StoragePath(uri))
 

@@ -58,6 +58,19 @@ from raycap.pipeline.storage.untrusted.documents import read_document
 
 logger = logging.getLogger(__name__)
 
+
+class Annotations(NamedTuple):
+    """What the annotation files of a data set contain.
+
+    problems: a sentence for each caption that is not valid. left_out: a sentence for each kind of things that were
+    found and are not used.
+    """
+
+    dataset: Dataset
+    problems: list[str]
+    left_out: list[str]
+
+
 Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
@@ -114,9 +127,11 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
     Raises UserError if a file or folder is missing or malformed, a caption is not text, an image has no caption with a
     word in it, or a split that training needs is empty.
     """
-    dataset, problems = read_annotations(config, root, options)
+    dataset, problems, left_out = read_annotations(config, root, options)
     if problems:
         raise UserError(problems[0])
+    for sentence in left_out:
+        logger.warning(sentence)
     dataset = dataset.with_words(config.tokenizer)
     require_splits(dataset, config)
     return dataset
@@ -134,10 +149,8 @@ def require_splits(dataset: Dataset, config: DataSection) -> None:
             raise UserError(f"{key}: {missing}; it has the splits {splits}")
 
 
-def read_annotations(
-    config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()
-) -> tuple[Dataset, list[str]]:
-    """The data set with every image and caption, and a sentence for each caption that is not valid.
+def read_annotations(config: DataSection, root: Path | str, options: StorageOptions = StorageOptions()) -> Annotations:
+    """The data set with every image and caption, what is wrong with it, and what is left out.
 
     Raises UserError if a file or folder is missing, or if a file does not have its format, repeats an image id or names
     a path outside of the data set's folder.
@@ -161,7 +174,7 @@ def read_annotations(
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     table = table.append_column("key", pa.nulls(len(table), pa.string()))
     names = [name for name in (*SCHEMA.names, TOKENS.name) if name in table.column_names]
-    return Dataset(table.select(names)), rows.problems
+    return Annotations(Dataset(table.select(names)), rows.problems, rows.left_out)
 
 
 def _taught_captions(section: SourceSection, config: DataSection, root: StoragePath, people: pa.Table) -> pa.Table:

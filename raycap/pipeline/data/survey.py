@@ -22,7 +22,7 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import COLUMNS, SPLIT_WORDS, is_image, matches, opened, split_in_name
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS
-from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.data.reading import Annotations, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted, shown
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -196,12 +196,16 @@ def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class Survey:
-    """A data set that has been read. form: in words. keys: those of the section `data`, without root."""
+    """A data set that has been read. form: in words. keys: those of the section `data`, without root.
+
+    left_out: a sentence for each kind of things that were found and are not used.
+    """
 
     form: str
     root: StoragePath
     keys: Values
     dataset: Dataset
+    left_out: list[str]
 
 
 def survey(place: str) -> Survey:
@@ -238,7 +242,7 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
     form, keys = read_names(root, candidate, names)
     if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # they name image files
         keys = _with_images_folder(root, keys, names)
-    dataset, problems = _rows(root, keys)
+    dataset, problems, left_out = _rows(root, keys)
     if problems:
         raise UserError(problems[0])
     images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
@@ -250,11 +254,11 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
         problem = f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(without[0])}"
         raise UserError(f"{shown(root)}: {problem}; {remedy}")
     keys = keys | _split_keys(root, keys, dataset)
-    dataset, _ = _rows(root, keys)  # read again, because the new keys decide the splits
-    return Survey(form, root, keys, dataset)
+    dataset = _rows(root, keys).dataset  # read again, because the new keys decide the splits
+    return Survey(form, root, keys, dataset, left_out)
 
 
-def _rows(root: StoragePath, keys: Values) -> tuple[Dataset, list[str]]:
+def _rows(root: StoragePath, keys: Values) -> Annotations:
     """The result of `read_annotations` for a section `data` with these keys. Raises UserError."""
     try:
         section = DataSection(root=root.uri, **keys)
@@ -277,7 +281,7 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
 
     def completed(source: Values) -> Values:
         annotations = root / source["annotations"]
-        dataset, _ = _rows(root, others | {"annotations": source["annotations"]})
+        dataset = _rows(root, others | {"annotations": source["annotations"]}).dataset
         uris = dataset.table["uri"].slice(0, NUM_TRIED).to_pylist()
         images = [uri.removeprefix(f"{root.uri.rstrip('/')}/") for uri in uris]
         if images and images[0].startswith(("http:/", "https:/")):  # one slash, because the reader reduces // to /
@@ -340,7 +344,7 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, choices: Sequenc
                 del source["split"]  # so that the source's images are divided
     for fractions in choices:
         divided["split_fractions"] = fractions
-        sizes = _rows(root, keys | divided)[0].split_sizes()
+        sizes = _rows(root, keys | divided).dataset.split_sizes()
         if all(sizes.get(split, 0) >= MIN_HELD_OUT for split in fractions):
             return divided
     raise UserError(

@@ -74,8 +74,10 @@ def check_data(config: RunConfig, checked_keys: pa.Array | None = None, listing:
     `data.max_bad_fraction` limits the unusable images among the others. listing: see `take_snapshot`.
     """
     result = Findings()
-    annotated, problems = read_annotations(config.data, data_root(config), config.storage.options)
+    annotated, problems, left_out = read_annotations(config.data, data_root(config), config.storage.options)
     require_splits(annotated, config.data)
+    for sentence in left_out:
+        result.warn(sentence)
     result.statistics["splits"] = dict(sorted(annotated.split_sizes().items()))
     logger.info(f"reading {len(annotated)} images")
     dataset, missing = snapshot_of(annotated, config, listing=listing)

@@ -68,7 +68,7 @@ def test_rows_without_ids_get_those_of_their_names_and_malformed_rows_are_named(
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return read_annotations(config, tmp_path)
 
-    dataset, problems = read({"image": "1.png", "caption": "one"}, {"image": "2.png", "captions": [3, ""]})
+    dataset, problems, _ = read({"image": "1.png", "caption": "one"}, {"image": "2.png", "captions": [3, ""]})
     assert dataset.column("image_id") == [id_of_name("1.png"), id_of_name("2.png")]
     assert dataset.column("captions") == [
         ["one"],
@@ -98,7 +98,7 @@ def test_rows_without_ids_get_those_of_their_names_and_malformed_rows_are_named(
 def table(folder: Path, *rows: dict[str, Any], **keys: Any) -> Dataset:
     """The data set of a table in JSON lines."""
     (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return read_annotations(DataSection(root=str(folder), annotations="t.jsonl", **keys), folder)[0]
+    return read_annotations(DataSection(root=str(folder), annotations="t.jsonl", **keys), folder).dataset
 
 
 def test_ids_that_are_text_are_hashes_of_names_unless_the_column_is_configured(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_name_that_is_not_utf8_is_named(tmp_path: Path, keys: dict[str, Any]) 
 def coco(tmp_path: Path, images: list[dict[str, Any]], annotations: list[dict[str, Any]], **config: Any) -> Any:
     (tmp_path / "captions_val2014.json").write_text(json.dumps({"images": images, "annotations": annotations}))
     section = DataSection(root=str(tmp_path), annotations="captions_val2014.json", **config)
-    return read_annotations(section, tmp_path)[0]
+    return read_annotations(section, tmp_path).dataset
 
 
 def test_nocaps_domains_are_splits(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_images_of_cocos_test_server_have_no_captions(tmp_path: Path) -> None:
     (tmp_path / "image_info_test2014.json").write_text(json.dumps({"info": {}, "images": images, "licenses": []}))
     for format_ in ("auto", "coco"):
         section = DataSection(root=str(tmp_path), annotations="image_info_test2014.json", format=format_)
-        dataset, problems = read_annotations(section, tmp_path)
+        dataset, problems, _ = read_annotations(section, tmp_path)
         assert dataset.column("image_id") == [7, 9] and dataset.column("split") == ["test", "test"]
         assert dataset.column("captions") == [[], []] and not problems
     (tmp_path / "image_info_test2014.json").write_text(json.dumps({"images": images, "annotations": {}}))
@@ -156,8 +156,8 @@ def test_coco_files_with_split_lists_equal_karpathys_file(shared: Path, tmp_path
     source = {"annotations": "captions_val2014.json.gz", "images": "val2014", "split": "restval"}
     coco_files = DataSection(root=str(tmp_path), sources=[source], split_lists=lists)
     karpathy = DataSection(root=str(tmp_path), annotations="dataset_coco_val2014_karpathy.json.gz")
-    first, problems = read_annotations(coco_files, tmp_path)
-    second, _ = read_annotations(karpathy, tmp_path)
+    first, problems, _ = read_annotations(coco_files, tmp_path)
+    second = read_annotations(karpathy, tmp_path).dataset
     assert not problems and len(first) == 40504 and len(first.split("test")) == len(first.split("val")) == 5000
 
     def rows(dataset: Any) -> dict[int, Any]:

@@ -116,7 +116,7 @@ def test_members_of_archives_are_those_of_tarfile(tmp_path: Path, format_: int) 
             member = tarfile.TarInfo(name)
             member.type, member.linkname, member.size = kind, "/etc/passwd", 0
             archive.addfile(member)
-    dataset, problems = read_annotations(section(tmp_path, annotations="a.tar"), tmp_path)
+    dataset, problems, _ = read_annotations(section(tmp_path, annotations="a.tar"), tmp_path)
     with tarfile.open(path) as archive:
         expected = [member for member in archive if member.isreg() and not member.name.endswith(".txt")]
         contents = [archive.extractfile(member).read() for member in expected]  # type: ignore[union-attr]
@@ -152,7 +152,7 @@ def test_images_in_parquet_are_those_that_arrow_reads(tmp_path: Path, options: d
     )
     pq.write_table(table, tmp_path / "a.parquet", **options)
     config = section(tmp_path, annotations="a.parquet", columns={"image": "picture"})
-    dataset, _ = read_annotations(config, tmp_path)
+    dataset = read_annotations(config, tmp_path).dataset
     expected = pq.read_table(tmp_path / "a.parquet")["picture"].to_pylist()
     for uri, value in zip(dataset.column("uri"), expected, strict=True):
         content = value["bytes"] if isinstance(value, dict) else value
@@ -225,7 +225,7 @@ def test_adding_images_moves_no_image_to_another_split(tmp_path: Path, images: l
         rows = [f'{{"image": "{name}", "text": "a"}}\n' for name in names[:count]]
         (tmp_path / "t.jsonl").write_text("".join(reversed(rows)))
         config = section(tmp_path, annotations="t.jsonl", split_fractions=fractions)
-        dataset = read_annotations(config, tmp_path)[0]
+        dataset = read_annotations(config, tmp_path).dataset
         return dict(zip(dataset.column("image_id"), dataset.column("split"), strict=True))
 
     few, many = read(100), read(300)
@@ -237,7 +237,7 @@ def test_adding_images_moves_no_image_to_another_split(tmp_path: Path, images: l
 def test_a_column_map_names_the_columns(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("datei,Bildtext,text,nummer,teil\na.jpg,ein Hund,x,7,val\n")
     columns = {"image": "datei", "captions": "Bildtext", "id": "nummer", "split": "teil"}
-    dataset, _ = read_annotations(section(tmp_path, annotations="t.csv", columns=columns), tmp_path)
+    dataset = read_annotations(section(tmp_path, annotations="t.csv", columns=columns), tmp_path).dataset
     assert dataset.table.drop_columns(["uri", "key"]).to_pylist() == [
         {"image_id": 7, "split": "val", "captions": ["ein Hund"]}
     ]

@@ -27,7 +27,7 @@ from tests.support.caption_tokens import PlainCaptionTokens
 @pytest.fixture
 def parts(tmp_path: Path) -> tuple[Images, CaptionTokens]:
     root = write_karpathy(tmp_path / "set", {"train": 13})
-    dataset, _ = read_annotations(DataSection(root=str(root)), root)
+    dataset = read_annotations(DataSection(root=str(root)), root).dataset
     keys = [f"key{number}" for number in range(13)]
     write_shard(tmp_path / "store", keys, np.arange(13, dtype=np.float32)[:, None, None].repeat(2, 1))
     table = dataset.table.set_column(4, "key", [keys])

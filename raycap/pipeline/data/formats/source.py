@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -322,10 +323,15 @@ def prefix_of(folder: str) -> str:
 
 
 class Rows:
-    """Collects the images of annotation files, and `problems`: a sentence for each caption that is not valid."""
+    """Collects the images of annotation files, and what is wrong with the files or not used of them.
+
+    problems: a sentence for each caption that is not valid.
+    """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self._left_out: Counter[str] = Counter()  # {kind of things: their number}
+        self._first_left_out: dict[str, str] = {}  # {kind of things: name of the first one}
         self._buffer: list[tuple[int, str, str, list[str], list[str]]] = []  # the columns of IMAGES
         self._stored = list[pa.RecordBatch]()
         self.count = 0
@@ -346,6 +352,17 @@ class Rows:
         self.count += 1
         if len(self._buffer) == BUFFERED_ROWS:
             self._store()
+
+    def leave_out(self, kind: str, name: str) -> None:
+        """Counts a thing that was found and is not used. kind: what it is, in the plural, such as "hidden files"."""
+        self._left_out[kind] += 1
+        self._first_left_out.setdefault(kind, name)
+
+    @property
+    def left_out(self) -> list[str]:
+        """A sentence for each kind of things that are not used."""
+        counts = self._left_out.items()
+        return [f"{count} {kind} are not used, first {shown(self._first_left_out[kind])}" for kind, count in counts]
 
     def _store(self) -> None:
         """Moves the rows of the buffer into Arrow arrays."""
