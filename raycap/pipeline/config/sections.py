@@ -86,6 +86,19 @@ Language = Annotated[Text, AfterValidator(_check_language)]
 Place = Annotated[Text, AfterValidator(_check_place)]  # a folder, or a prefix on S3
 FileName = Annotated[Text, AfterValidator(_check_file_name)]
 Name = Annotated[str, Field(max_length=200), TEXT]  # of a split, stage or experiment
+SPLIT_WORDS = {  # {word in a name: split}
+    "train": "train", "training": "train", "test": "test", "testing": "test", "val": "val", "validation": "val",
+    "validate": "val", "valid": "val", "dev": "val", "eval": "val", "evaluation": "val",
+}  # fmt: skip
+
+
+def split_name(text: str) -> str:
+    """The name of a split without blanks around it, in lower case if it is one of SPLIT_WORDS."""
+    name = text.strip()
+    return name.lower() if name.lower() in SPLIT_WORDS else name
+
+
+Split = Annotated[Name, AfterValidator(split_name)]
 # Upper limits are far above what anyone would train (`models/config.py`). If no other limit is known, the limit keeps
 # products of numbers within 64 bits, or within the range of float32.
 Seed = Annotated[int, Field(ge=0, lt=2**62), NUMBER]
@@ -175,7 +188,7 @@ class SourceSection(Section):
     annotations: Text
     images: Text = "."
     """The folder of the images in this file, relative to data.root, or an s3:// prefix."""
-    split: Name | None = None
+    split: Split | None = None
     """The split of images to which neither the file nor a split list assigns a split."""
     rewarded: bool = True
     """Whether SCST rewards these captions. Set it to false for captions that a model wrote for images of the other
@@ -215,16 +228,18 @@ class DataSection(Section):
     """A file, several files such as shard-{000..009}.tar or part-*.parquet, or a folder."""
     columns: Annotated[ColumnSection, Identity.IGNORED] = ColumnSection()
     """The columns to read. A run's identity depends on the content that was read and not on the columns' names."""
-    split_fractions: Annotated[dict[Name, Share], Identity.IGNORED] = {}
+    split_by_folder: Annotated[bool, Identity.IGNORED] = False
+    """Images without a split are in that of their folder, if its name is a word for validation or test."""
+    split_fractions: Annotated[dict[Split, Share], Identity.IGNORED] = {}
     """{split: fraction} for images without a split. A hash of the image's name and split_seed selects the split."""
     split_seed: Annotated[Seed, Identity.IGNORED] = 0
     images: Text = "."
     """The folder or s3:// prefix below which the annotations name image files."""
-    split: Name | None = None
+    split: Split | None = None
     """The split of images to which the annotations assign no split."""
     sources: tuple[SourceSection, ...] = ()
     """Several annotation files, in place of annotations, images and split."""
-    split_lists: dict[Name, Text] = {}
+    split_lists: dict[Split, Text] = {}
     """{split: file with one image name per line}, relative to data.root."""
     language: Language = ENGLISH
     """The language of the captions, which decides how the metrics split captions into words."""
@@ -232,11 +247,11 @@ class DataSection(Section):
     """How captions become tokens. `tokens` takes those in Karpathy's dataset.json. docs/languages.md has the others."""
     subword_vocabulary: Annotated[int, Field(ge=300, le=10**5), NUMBER] = 8000
     """The size of a vocabulary of subwords, including the 256 bytes and the special tokens."""
-    vocabulary_splits: tuple[Name, ...] | None = None
+    vocabulary_splits: tuple[Split, ...] | None = None
     """The splits whose captions give the vocabulary. By default those of train_splits whose captions people wrote."""
-    train_splits: tuple[Name, ...] = ("train", "restval")
-    val_split: Name = "val"
-    test_splits: tuple[Name, ...] = ("test",)
+    train_splits: tuple[Split, ...] = ("train", "restval")
+    val_split: Split = "val"
+    test_splits: tuple[Split, ...] = ("test",)
     min_count: Positive = 5
     """Words that occur less often in the captions are not in the vocabulary."""
     extra_vocabulary: Annotated[Text | None, Identity.FILE] = None
@@ -745,7 +760,7 @@ class RetrainSection(Section):
     The new model is promoted if the lower end of the bootstrap interval of the difference in CIDEr-D is above `margin`.
     """
 
-    split: Name | None = None
+    split: Split | None = None
     """The split on which models are compared, fixed when first used. By default the first of data.test_splits."""
     margin: NonNegativeFloat = 0.0
     """In units of CIDEr-D, in which published scores are near 1.4."""

@@ -167,7 +167,7 @@ def config_text(
     backbone = _pretrained_backbone(size, machine) if is_pretrained else NEW_BACKBONE
     parts = [
         f"# {header}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
-        f"name: {name}",
+        f"name: {_flow(name)}",
         _data(found, language, counts),
         backbone,
         MODEL.format(*size.model) + (SMALLER_MODEL if size is not LARGE else ""),
@@ -205,24 +205,24 @@ def _evaluation(language: Language, counts: Counts) -> str:
     return "\n".join(["evaluation:", *keys]) if keys else ""
 
 
+def _flow(value: object) -> str:
+    """The YAML of a value in one line. Names that YAML would read as numbers, dates or truth values are quoted."""
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
+    return text.strip().removesuffix("...").strip()
+
+
 def _data(found: Survey, language: Language, counts: Counts) -> str:
     """The section `data` in YAML."""
-
-    def flow(value: object) -> str:
-        """The YAML of a value in one line."""
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=True, width=10**6)
-        return text.strip().removesuffix("...").strip()
-
-    lines = ["data:", f"  root: {flow(found.root.uri)}"]
+    lines = ["data:", f"  root: {_flow(found.root.uri)}"]
     for key, value in found.keys.items():
         if key == "sources":
-            lines += ["  sources:", *(f"    - {flow(source)}" for source in value)]
+            lines += ["  sources:", *(f"    - {_flow(source)}" for source in value)]
         else:
-            lines.append(f"  {key}: {flow(value)}")
+            lines.append(f"  {key}: {_flow(value)}")
     if "split_fractions" in found.keys:
         lines.append("  # an image's split depends on its name alone, so that further images move none")
     if language.code not in (None, ENGLISH):
-        lines.append(f"  language: {language.code}")
+        lines.append(f"  language: {_flow(language.code)}")
     lines.append(f"  tokenizer: {language.tokenizer}")
     least = 1
     if counts.captions >= 1_000:

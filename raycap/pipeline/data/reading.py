@@ -22,10 +22,11 @@ import pyarrow.compute as pc
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import DataSection, SourceSection
+from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection, SourceSection
 from raycap.pipeline.data.content_keys import hash_files, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
+    IMAGE_ENDINGS,
     MAX_CAPTION,
     SURROGATE,
     Rows,
@@ -36,7 +37,9 @@ from raycap.pipeline.data.formats.source import (
     find_files,
     id_of_name,
     inside,
+    is_hidden,
     is_image,
+    leave_out_image,
     lines_of,
     malformed,
     prefix_of,
@@ -73,6 +76,7 @@ class Annotations(NamedTuple):
 
 Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
+OTHER_TEXTS = {"readme", "license", *SPLIT_WORDS}  # names of text files that are no captions
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
 
@@ -161,10 +165,19 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
     # Without `data.sources`, the keys annotations, images and split of the section `data` describe the only source.
     only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
     sources, rows = config.sources or (only_source,), Rows()
-    rewarded = [each for section in sources if section.rewarded for each in _find_sources(section, config, base)]
+    lists = read_split_lists(base, config.split_lists)
+    splits = Splits(
+        lists, config.split_fractions, config.split_seed, config.split_by_folder, "train" in config.split_lists
+    )
+    rewarded = [each for part in sources if part.rewarded for each in _find_sources(part, config, base, splits)]
     read_sources(rewarded, config.format, rows)
+    for name in dict.fromkeys(name for _, name in lists.values()):
+        if name not in splits.found:
+            rows.leave_out("names in data.split_lists, which no image has,", name)
+    for name in splits.unlisted:
+        rows.leave_out("images in no list of data.split_lists", name, "are in the split train")
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
-    taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
+    taught = [_taught_captions(section, config, base, splits, table) for section in sources if not section.rewarded]
     table = pa.concat_tables([table, *taught])
     counts = table["image_id"].value_counts()
     if len(counts) < len(table):
@@ -177,7 +190,9 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
     return Annotations(Dataset(table.select(names)), rows.problems, rows.left_out)
 
 
-def _taught_captions(section: SourceSection, config: DataSection, root: StoragePath, people: pa.Table) -> pa.Table:
+def _taught_captions(
+    section: SourceSection, config: DataSection, root: StoragePath, splits: Splits, people: pa.Table
+) -> pa.Table:
     """A table of a model's captions for training images. people: the table of the images with people's captions.
 
     All rows get the split of the source. Images that are not in a rewarded split of `people` are left out, because a
@@ -192,7 +207,7 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     is_learned = pc.is_in(people["split"], value_set=pa.array(config.rewarded_splits, pa.string()))
     learned = set(people["uri"].filter(is_learned).to_pylist())
     rows = Rows()
-    read_sources(_find_sources(section, config, root), "auto", rows)
+    read_sources(_find_sources(section, config, root, splits), "auto", rows)
     table = rows.table(with_tokens="tokens" in people.column_names)
     images = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
     is_taught = [uri in learned and any(map(str.strip, captions)) for uri, captions in images]
@@ -202,9 +217,8 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     return taught.with_column("image_id", pa.array(ids, pa.int64())).with_column("split", splits).table
 
 
-def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
+def _find_sources(section: SourceSection, config: DataSection, root: StoragePath, splits: Splits) -> list[Source]:
     """The annotation files that a section of `data.sources` names. Raises UserError for missing or bad paths."""
-    splits = Splits(read_split_lists(root, config.split_lists), config.split_fractions, config.split_seed)
     uri = section.images.rstrip("/") if is_remote(section.images) else inside(root, section.images, "data.images")[0]
     images = StoragePath(uri, root.options)
     if not images.is_remote and not images.path.is_dir():
@@ -263,7 +277,7 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
         tokens = []
         if source.with_tokens:
             tokens = [_joined_tokens(sentence.get("tokens"), location) for sentence in sentences]
-        split = source.splits.lists.get(entry["filename"], entry["split"])
+        split = source.splits.listed(entry["filename"]) or entry["split"]
         names = entry.get("filepath") or ".", entry["filename"]
         return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
 
@@ -337,33 +351,57 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
         raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
 
 
-def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
+def read_text_files(source: Source, rows: Rows) -> Iterator[tuple[str, list[str]]]:
     """Yields (name, captions) of each image in or below a folder, sorted by name. Raises UserError.
 
-    The captions of dog.jpg are the lines of dog.txt. An image without a text file has no captions.
+    The captions of dog.jpg are the lines of dog.txt. An image without a text file has no captions. A text that is a
+    link out of its folder and of the data set's is not read, because a stranger's link may name any file.
     """
     folder = source.annotations
     with errors_named(folder):
-        names = sorted(name for name, _ in folder.walk() if "/." not in f"/{name}")
-    images = [name for name in names if is_image(name)]
-    text_of = {name[:-4]: name for name in names if name.lower().endswith(".txt")}  # {name without .txt: name}
+        names = sorted(folder.names(rows.leave_out))
+    images: list[str] = []
+    text_of: dict[str, str] = {}  # {name without .txt: name}
+    for name in names:
+        if is_hidden(name) or not name.lower().endswith((".txt", *IMAGE_ENDINGS)):
+            leave_out_image(name, rows.leave_out)
+        elif is_image(name):
+            images.append(name)
+        else:
+            text_of[name[:-4]] = name
+    stems = {name.rpartition(".")[0] for name in images}
+    folders = {name.rpartition("/")[0] for name in images}
+    for stem, name in text_of.items():
+        parent, _, base = stem.rpartition("/")
+        if stem not in stems and parent in folders and base.lower() not in OTHER_TEXTS:
+            rows.leave_out("texts beside no image", name)
 
-    def read(name: str) -> tuple[str, list[str]]:
+    def read(name: str) -> tuple[str, list[str] | None]:
+        """The captions of an image. None if their file is a link that is not read."""
         text = text_of.get(name.rpartition(".")[0])
         if text is None:
             return name, []
-        with errors_named(folder / text):
-            return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
+        path = folder / text
+        if not folder.is_remote and path.path.is_symlink():
+            target = path.path.resolve()
+            tops = (folder.path.resolve(), path.path.parent.resolve())
+            if not target.exists() or not any(map(target.is_relative_to, tops)):
+                return name, None
+        with errors_named(path):
+            return name, lines_of(path.read_bytes(MAX_TEXT_BYTES), str(path))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # because requests to S3 mostly wait
         for start in range(0, len(images), _FILES_PER_SLICE):
-            yield from pool.map(read, images[start : start + _FILES_PER_SLICE])
+            for name, captions in pool.map(read, images[start : start + _FILES_PER_SLICE]):
+                if captions is None:
+                    rows.leave_out("texts that are links out of their folder or to nothing", name)
+                yield name, captions or []
 
 
-def add_text_files(source: Source, images: Iterator[tuple[str, list[str]]], rows: Rows) -> None:
+def add_text_files(source: Source, _: None, rows: Rows) -> None:
     """Adds the images of a folder. An image's id is a hash of its name. Raises UserError if there is no image."""
     count = rows.count
-    for name, captions in images:
+    for name, captions in read_text_files(source, rows):
         location = str(source.annotations / name)
         listed = name, name.rsplit("/", 1)[-1]
         image_id, split = source.id_and_split({}, listed, prefix_of(source.annotations_name) + name, location)
@@ -395,7 +433,7 @@ FORMATS = {
     "nocaps": Format(_open_json, add_coco),
     "table": Format(table_entries, add_table),
     "webdataset": Format(read_samples, add_samples),
-    "text": Format(read_text_files, add_text_files),
+    "text": Format(lambda _: None, add_text_files),
 }
 
 

@@ -12,20 +12,29 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from raycap.models.config import Values
-from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import COLUMNS, SPLIT_WORDS, is_image, matches, opened, split_in_name
+from raycap.pipeline.data.formats.source import (
+    COLUMNS,
+    is_hidden,
+    is_image,
+    matches,
+    opened,
+    plain_name,
+    split_in_name,
+    split_of_folder,
+)
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS
 from raycap.pipeline.data.reading import Annotations, read_annotations
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted, shown
-from raycap.pipeline.storage.path import StoragePath, storage_path
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 
@@ -43,6 +52,7 @@ NUM_TRIED = 20  # images that are looked for in each of these folders
 # fractions of the splits; the second ones are for few images, of which a tenth may be none
 FRACTIONS = ({"train": 0.8, "val": 0.1, "test": 0.1}, {"train": 0.6, "val": 0.2, "test": 0.2})
 WITHOUT_TEST = ({"train": 0.9, "val": 0.1}, {"train": 0.7, "val": 0.3})  # if some images are for test
+NUM_SEEDS, MIN_DIVISIBLE = 20, 100  # seeds that are tried for fewer images than this
 MIN_HELD_OUT = 2  # images of a split that is scored, because the least for CIDEr-D are two
 PARQUET_WITH_IMAGES = "Parquet with images"
 
@@ -217,10 +227,10 @@ def survey(place: str) -> Survey:
     is_file = path.exists() and (path.is_remote or path.path.is_file())
     root = StoragePath(path.uri.rpartition("/")[0] or "/") if is_file else path
     try:
-        listed = sorted(name for name, _ in islice(root.walk(), MAX_LISTED))
+        listed = sorted(islice(root.names(), MAX_LISTED))
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
-    names = [name for name in listed if "/." not in f"/{name}"]  # without hidden files
+    names = [name for name in listed if not is_hidden(name)]
     # An annotation file is the only candidate, but files beside it may be its images.
     chosen = [path.name] if is_file else names
     failure: UserError | None = None
@@ -242,7 +252,7 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
     form, keys = read_names(root, candidate, names)
     if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # they name image files
         keys = _with_images_folder(root, keys, names)
-    dataset, problems, left_out = _rows(root, keys)
+    dataset, problems, _ = _rows(root, keys)
     if problems:
         raise UserError(problems[0])
     images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
@@ -253,8 +263,17 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
             remedy = "add some, or set data.columns.captions to the table's column of captions"
         problem = f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(without[0])}"
         raise UserError(f"{shown(root)}: {problem}; {remedy}")
+    uris = set(dataset.column("uri"))
+    if set(dataset.split_sizes()) == {"train"} and any(map(split_of_folder, uris)):
+        by_folder = keys | {"split_by_folder": True}
+        found = _rows(root, by_folder).dataset
+        if "train" in (sizes := found.split_sizes()) and len(sizes) > 1:
+            keys, dataset = by_folder, found
     keys = keys | _split_keys(root, keys, dataset)
-    dataset = _rows(root, keys).dataset  # read again, because the new keys decide the splits
+    dataset, _, left_out = _rows(root, keys)  # read again, because the new keys decide the splits
+    unnamed = [name for name in names if is_image(name) and join(root.uri, name) not in uris]
+    if unnamed:
+        left_out.append(f"{len(unnamed)} images that no annotation names are not used, first {shown(unnamed[0])}")
     return Survey(form, root, keys, dataset, left_out)
 
 
@@ -273,7 +292,7 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
 
     Raises UserError if no folder contains any.
     """
-    known = set(names)
+    known = set(map(plain_name, names))
     folders = [name.rpartition("/")[0] for name in names if is_image(name)]
     tops = [folder.partition("/")[0] for folder in folders]
     frequent = [folder for folder, _ in Counter([*folders, *tops]).most_common(MAX_FOLDERS) if folder]
@@ -289,7 +308,7 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
             raise UserError(f"{problem}; download them into its folder, and replace the addresses by their file names")
         own = source["annotations"].rpartition("/")[0]
         counts = {
-            folder: len(known.intersection(f"{folder}/{image}".removeprefix("/") for image in images))
+            folder: len(known.intersection(plain_name(f"{folder}/{image}".removeprefix("/")) for image in images))
             for folder in dict.fromkeys(["", own, *frequent])
         }
         best = max(counts, key=counts.__getitem__)
@@ -309,14 +328,14 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
     Raises UserError if no image is for training, or if the images are too few to be divided.
     """
     splits = Counter(dataset.split_sizes())
-    known = {split: SPLIT_WORDS.get(split.lower()) for split in splits}
-    train = [split for split, word in known.items() if word == "train" or split == "restval"]
-    val = [split for split, word in known.items() if word == "val"]
-    test = [split for split in known if split not in (*train, *val)]
+    train = [split for split in splits if SPLIT_WORDS.get(split) == "train" or split == "restval"]
+    val = [split for split in sorted(splits) if SPLIT_WORDS.get(split) == "val"]
+    val_split = "val" if "val" in val else next(iter(val), None)
+    test = [split for split in splits if split not in (*train, val_split)]
     if not train:
         shown_splits = ", ".join(sorted(map(shown, splits)))
         raise UserError(f"{root} has the splits {shown_splits}, and none of them is for training; name one train")
-    if not val:
+    if val_split is None:
         chosen = _divided(root, keys, dataset, WITHOUT_TEST if test else FRACTIONS)
         if test not in ([], ["test"]):
             chosen["test_splits"] = sorted(test)
@@ -324,10 +343,10 @@ def _split_keys(root: StoragePath, keys: Values, dataset: Dataset) -> Values:
     chosen = {}
     if not set(train) <= {"train", "restval"}:
         chosen["train_splits"] = sorted(train)
-    if "val" not in val:
-        chosen["val_split"] = sorted(val)[0]
+    if val_split != "val":
+        chosen["val_split"] = val_split
     if test != ["test"]:
-        chosen["test_splits"] = sorted(test) or [chosen.get("val_split", "val")]
+        chosen["test_splits"] = sorted(test) or [val_split]
     return chosen
 
 
@@ -342,8 +361,9 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, choices: Sequenc
         for source in divided["sources"]:
             if source.get("split") == "train":
                 del source["split"]  # so that the source's images are divided
-    for fractions in choices:
-        divided["split_fractions"] = fractions
+    # A hash may leave a split of few images almost empty. Another seed then gives it more.
+    for seed, fractions in product(range(NUM_SEEDS if len(dataset) < MIN_DIVISIBLE else 1), choices):
+        divided |= {"split_fractions": fractions} | ({"split_seed": seed} if seed else {})
         sizes = _rows(root, keys | divided).dataset.split_sizes()
         if all(sizes.get(split, 0) >= MIN_HELD_OUT for split in fractions):
             return divided

@@ -231,9 +231,11 @@ def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> 
 
 
 def _check_splits(result: Findings, config: RunConfig) -> None:
-    """Reports held-out splits with too few images for CIDEr-D."""
+    """Reports held-out splits that are trained on, or have too few images for CIDEr-D."""
     counts: Counter[str] = Counter(result.statistics["splits"])
     for split in dict.fromkeys((config.data.val_split, *config.data.test_splits)):
+        if split in config.data.train_splits:
+            result.warn(f"split {split} is also in data.train_splits: its scores are those of images trained on")
         count = counts[split]
         if count < 2:
             result.error(

@@ -13,8 +13,9 @@ import hashlib
 import itertools
 import os
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from raycap.pipeline.config.sections import ColumnSection
+from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, split_name
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join
@@ -37,11 +38,11 @@ COLUMNS = {
     "id": ("id",),
     "split": ("split",),
 }
-SPLIT_WORDS = {  # {word in a name: split}
-    "train": "train", "training": "train", "test": "test", "val": "val", "validation": "val", "valid": "val",
-    "dev": "val",
-}  # fmt: skip
-IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+IMAGE_ENDINGS = (
+    ".apng", ".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".pjp", ".pjpeg", ".png",
+    ".pnm", ".ppm", ".tif", ".tiff", ".webp",
+)  # fmt: skip
+OTHER_ENDINGS = (".arw", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".psd", ".svg", ".tga")  # not read
 MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
 MAX_FILES = 100_000  # files that one pattern may name
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
@@ -58,17 +59,31 @@ IMAGES = pa.schema(
 class Splits:
     """How images get their splits: from lists, or by fractions for images without any split."""
 
-    lists: Mapping[str, str] = field(default_factory=dict)  # {image name or id: split}
+    lists: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # {file name or id: (split, file name)}
     fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; if empty, all images are in train
     seed: int = 0
+    by_folder: bool = False  # whether folders that are named val or test decide
+    lists_train: bool = False  # whether a list has the images of the split train
+    found: set[str] = field(default_factory=set)  # file names in `lists` that images have
+    unlisted: list[str] = field(default_factory=list)  # images that are in train although `lists_train` names others
 
     def listed(self, *names: str) -> str | None:
         """The split whose list contains one of these names or ids of an image. None if no list does."""
-        return next((self.lists[name] for name in names if name in self.lists), None)
+        for name in names if self.lists else ():
+            split, listed_name = self.lists.get(_listed_name(name), (None, ""))
+            if split is not None:
+                self.found.add(listed_name)
+                return split
+        return None
 
     def drawn(self, name: str) -> str:
-        """The split of an image, chosen by a hash of its name, so that other images do not change it."""
+        """The split of an image, chosen by its folder, or by a hash of its name, which other images do not change."""
+        folder = split_of_folder(name) if self.by_folder else None
+        if folder not in (None, "train"):
+            return folder
         if not self.fractions:
+            if self.lists_train:
+                self.unlisted.append(name)
             return "train"
         digest = _digest(f"{self.seed} {name}")
         position = int.from_bytes(digest[:6], "big") / 2**48 * sum(self.fractions.values())
@@ -84,6 +99,22 @@ def split_in_name(name: str, *, first: bool = False) -> str | None:
     """
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
     return SPLIT_WORDS[words[0 if first else -1]] if words else None
+
+
+def split_of_folder(name: str) -> str | None:
+    """The split by which the last such folder of a path is named, such as Validation or val2014. None if none is."""
+    words = [folder.strip(" _-0123456789").lower() for folder in name.split("/")[:-1]]
+    return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), None)
+
+
+def plain_name(name: str) -> str:
+    """A name with slashes and composed letters, to compare names that Windows or macOS wrote."""
+    return name if name.isascii() and "\\" not in name else unicodedata.normalize("NFC", name.replace("\\", "/"))
+
+
+def _listed_name(name: str) -> str:
+    """An image's name as the split lists have it, without folders."""
+    return plain_name(name).rsplit("/", 1)[-1]
 
 
 def id_of_name(name: str) -> int:
@@ -102,23 +133,26 @@ def _digest(name: str) -> bytes:
         raise UserError(f"the name {quoted(name)} of an image is not text in UTF-8; rename the file") from error
 
 
-def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, str]:
-    """{image name or id: split}. lists: {split: file in which each line has an image's file name, and maybe its id}.
+def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """{file name or id of an image: (its split, its file name)}.
 
-    If a line has no id and its file name is a number, the number also counts as the id.
+    lists: {split: file in which each line has an image's file name, and maybe its id}. If a line has no id and its file
+    name is a number, the number also counts as the id.
     """
-    split_of: dict[str, str] = {}
+    split_of: dict[str, tuple[str, str]] = {}
     for split, name in lists.items():
         path = root / name
-        lines = read_file(path).decode("utf-8", errors="replace").splitlines()
-        for words in filter(None, map(str.split, lines)):
-            filename = words[0].rsplit("/", 1)[-1]
-            if split_of.setdefault(filename, split) != split:
-                raise UserError(f"data.split_lists: {quoted(filename)} is in {split_of[filename]} and again in {path}")
+        lines = read_file(path).decode("utf-8-sig", errors="replace").splitlines()
+        for line in filter(None, map(str.strip, lines)):
+            words = [line] if is_image(line) else line.rsplit(None, 1)  # a file name may contain blanks
+            filename = _listed_name(words[0])
+            known, _ = split_of.setdefault(filename, (split, filename))
+            if known != split:
+                raise UserError(f"data.split_lists: {quoted(filename)} is in {known} and again in {path}")
             if len(words) > 1:
-                split_of.setdefault(words[1], split)
+                split_of.setdefault(_listed_name(words[1]), (split, filename))
             elif filename.isdecimal() and len(filename) < 20:  # a longer number cannot be an id of 64 bits
-                split_of[str(int(filename))] = split
+                split_of[str(int(filename))] = split, filename
     return split_of
 
 
@@ -158,6 +192,17 @@ def is_image(name: str) -> bool:
     """True if a file has an image's ending and is not hidden."""
     base = name.rsplit("/", 1)[-1]
     return base.lower().endswith(IMAGE_ENDINGS) and not base.startswith(".")
+
+
+def is_hidden(name: str) -> bool:
+    """True if a file or a folder above it is hidden."""
+    return "/." in f"/{name}" and any(part[:1] == "." and part not in (".", "..") for part in name.split("/"))
+
+
+def leave_out_image(name: str, leave_out: Callable[[str, str], None]) -> None:
+    """Counts a file that no reader uses if its ending is an image's. Nobody expects that other files are used."""
+    if name.lower().endswith((*IMAGE_ENDINGS, *OTHER_ENDINGS)):
+        leave_out("hidden images" if is_hidden(name) else "images in formats that are not read", name)
 
 
 def find_files(root: StoragePath, pattern: str) -> list[str]:
@@ -271,7 +316,7 @@ class Source:
         split = self.splits.listed(*names)
         if split is None:
             split = self.value(entry, "split", location)
-        if split in (None, ""):
+        if split is None or not str(split).strip():
             split = self.split or self.splits.drawn(name)
         if not isinstance(split, str | int) or isinstance(split, bool):
             raise UserError(f"{location}: split {quoted(split)} is not text")
@@ -293,6 +338,8 @@ def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
 
     name: relative to the folder, or a whole path or URI. Raises UserError if the name leads out of the folder.
     """
+    if not name.isascii() or "\\" in name:
+        name = _name_on_disk(folder, name)
     is_plain = name[:1] not in ("", ".", "/") and name[-1] != "/" and "/." not in name and "//" not in name
     if is_plain:  # most names are, and there may be a million
         return join(folder.uri, name), name
@@ -313,6 +360,13 @@ def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
     if not is_inside:
         raise UserError(f"{location}: {quoted(name)} is outside of {folder}; give a path below it")
     return uri, relative
+
+
+def _name_on_disk(folder: StoragePath, name: str) -> str:
+    """The spelling of a name under which a local file exists: as it is, with slashes, or with other accents."""
+    plain = plain_name(name)
+    names = () if folder.is_remote else (name, plain, unicodedata.normalize("NFD", plain))
+    return next((each for each in names if os.path.lexists(join(folder.uri, each))), name)
 
 
 @cache
@@ -348,21 +402,21 @@ class Rows:
             raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
         if "\0" in uri or SURROGATE.search(uri + split):
             raise UserError(f"{location} is malformed: its file name or split is not text")
-        self._buffer.append((image_id, split, uri, captions, list(tokens)))
+        self._buffer.append((image_id, split_name(split), uri, captions, list(tokens)))
         self.count += 1
         if len(self._buffer) == BUFFERED_ROWS:
             self._store()
 
-    def leave_out(self, kind: str, name: str) -> None:
+    def leave_out(self, kind: str, name: str, fate: str = "are not used") -> None:
         """Counts a thing that was found and is not used. kind: what it is, in the plural, such as "hidden files"."""
-        self._left_out[kind] += 1
-        self._first_left_out.setdefault(kind, name)
+        self._left_out[f"{kind} {fate}"] += 1
+        self._first_left_out.setdefault(f"{kind} {fate}", name)
 
     @property
     def left_out(self) -> list[str]:
         """A sentence for each kind of things that are not used."""
         counts = self._left_out.items()
-        return [f"{count} {kind} are not used, first {shown(self._first_left_out[kind])}" for kind, count in counts]
+        return [f"{count} {kind}, first {shown(self._first_left_out[kind])}" for kind, count in counts]
 
     def _store(self) -> None:
         """Moves the rows of the buffer into Arrow arrays."""

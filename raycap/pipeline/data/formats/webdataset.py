@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, cast
 
@@ -16,6 +15,9 @@ from raycap.pipeline.data.formats.source import (
     Source,
     as_list,
     as_texts,
+    is_hidden,
+    is_image,
+    leave_out_image,
     lines_of,
     opened,
     prefix_of,
@@ -28,7 +30,6 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapp
 MAX_MEMBERS = 10_000_000  # files, folders and all other members of an archive
 MAX_HEADER_BYTES = 2**20  # limit of one read of a header, which may have a long name
 MAX_TEXT_BYTES = 2**20  # limit of the text file or JSON file of an image
-_KEY = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # the key ends at the first dot after the last slash
 
 
 class TarMember(NamedTuple):
@@ -51,11 +52,13 @@ class _Headers:
         return self.file.read(size)
 
 
-def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
+def tar_members(
+    file: BinaryIO, title: str, leave_out: Callable[[str, str], None] = lambda _kind, _name: None
+) -> Iterator[TarMember]:
     """The regular files in an archive, in its order. Folders, links and devices are left out.
 
-    title: the archive's name in errors. Raises UserError for damaged archives, sparse files, more than MAX_MEMBERS
-    members, and a name that occurs twice or is not UTF-8.
+    title: the archive's name in errors. leave_out: called with (kind, name) for each link. Raises UserError for damaged
+    archives, sparse files, more than MAX_MEMBERS members, and a name that occurs twice or is not UTF-8.
     """
     size, names = file.seek(0, os.SEEK_END), set[str]()
     file.seek(0)
@@ -67,6 +70,8 @@ def tar_members(file: BinaryIO, title: str) -> Iterator[TarMember]:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
                 if member.size < 0 or archive.offset < member.offset_data:  # else tarfile would read in a loop
                     raise tarfile.ReadError("a negative size")
+                if member.islnk() or member.issym():
+                    leave_out("links in an archive", member.name)
                 if not member.isreg():
                     continue
                 if member.issparse():
@@ -96,30 +101,77 @@ class Sample:
     entry: Values = field(default_factory=dict)  # content of the JSON file
 
 
-def read_samples(source: Source) -> list[Sample]:
-    """The samples of an archive that have an image, in its order. No image is read. Raises UserError."""
+class Archive(NamedTuple):
+    """The samples of an archive that have an image, in its order, and (kind, name) of what is left out."""
+
+    samples: list[Sample]
+    left_out: list[tuple[str, str]]
+
+
+def read_samples(source: Source) -> Archive:
+    """The samples of an archive. No image is read. Raises UserError.
+
+    Files belong together if their names before the last dot are equal. If a.b.jpg has no text of its own, it belongs to
+    a.txt and a.json, as by WebDataset's rule.
+    """
     title = f"annotation file {source.annotations}"
     kept = [name for column in ("captions", "id", "split") for name in source.column_names[column]]
     samples: dict[str, Sample] = {}
+    dotted: list[tuple[str, TarMember]] = []  # (key, text) of keys with dots, which are read if they have an image
+    left_out: list[tuple[str, str]] = []
+
+    def leave_out(kind: str, name: str) -> None:
+        left_out.append((kind, name))
+
+    def add_text(sample: Sample, member: TarMember) -> None:
+        label = f"{title}: {quoted(member.name)}"
+        if member.name.lower().endswith(".txt"):
+            sample.captions = lines_of(_read(file, member, title), label)
+            return
+        entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
+        sample.entry = {name: entry[name] for name in kept if name in entry}  # no other keys, to save memory
+
     with opened(source.annotations) as file:
-        for member in tar_members(file, title):
-            match = _KEY.fullmatch(member.name.removeprefix("./"))
-            if match is None:
-                continue
-            key, ending = match[1], match[2].lower()
-            sample = samples.setdefault(key, Sample())
-            if f".{ending}" in IMAGE_ENDINGS:
-                if sample.image is not None:
+        for member in tar_members(file, title, leave_out):
+            name = member.name.removeprefix("./")
+            key = name.rpartition(".")[0]
+            if is_hidden(name) or not name.lower().endswith((".txt", ".json", *IMAGE_ENDINGS)):
+                leave_out_image(name, leave_out)
+            elif not is_image(name) and _first_key(key) != key:
+                dotted.append((key, member))
+            else:
+                sample = samples.setdefault(key, Sample())
+                if not is_image(name):
+                    add_text(sample, member)
+                elif sample.image is None:
+                    sample.image = member
+                else:
                     names = f"{quoted(sample.image.name)} and {quoted(member.name)}"
                     raise UserError(f"{title} has two images of one sample, {names}; pack it again with one of them")
-                sample.image = member
-            elif ending == "txt":
-                sample.captions = lines_of(_read(file, member, title), f"{title}: {member.name}")
-            elif ending == "json":
-                label = f"{title}: {quoted(member.name)}"
-                entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
-                sample.entry = {name: entry[name] for name in kept if name in entry}  # no other keys, to save memory
-    return [sample for sample in samples.values() if sample.image is not None]
+        for key, member in dotted:
+            if key in samples:
+                add_text(samples[key], member)
+            elif member.name.lower().endswith(".txt"):
+                leave_out("texts beside no image", member.name)
+    for key, sample in samples.items():
+        whole = samples.get(_first_key(key), sample)
+        if sample.image is None or sample.captions or sample.entry or whole is sample:
+            continue
+        if whole.image is None:
+            whole.image = sample.image
+        else:
+            leave_out("images beside another image of their sample", sample.image.name)
+        sample.image = None
+    for key, sample in samples.items():
+        if sample.image is None and (sample.captions or sample.entry):
+            leave_out("texts beside no image", key)
+    return Archive([sample for sample in samples.values() if sample.image is not None], left_out)
+
+
+def _first_key(key: str) -> str:
+    """The key by WebDataset's rule, which ends at the first dot of the name."""
+    folder, slash, name = key.rpartition("/")
+    return f"{folder}{slash}{name.partition('.')[0]}"
 
 
 def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
@@ -131,16 +183,21 @@ def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
     return file.read(member.length)
 
 
-def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
+def add_samples(source: Source, archive: Archive, rows: Rows) -> None:
     """Adds the images of an archive. If a sample has no lines in a text file, its captions are from the JSON file."""
-    if not samples:
+    if not archive.samples:
         raise UserError(f"annotation file {source.annotations} contains no image; give a tar of images and captions")
-    for sample in samples:
+    for kind, name in archive.left_out:
+        rows.leave_out(kind, prefix_of(source.annotations_name) + name)
+    for sample in archive.samples:
         assert sample.image is not None
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
         image_id, split = source.id_and_split(sample.entry, (member.name.rsplit("/", 1)[-1],), name, location)
         captions = sample.captions or as_list(source.value(sample.entry, "captions", location))
+        in_json = [sample.entry[column] for column in source.column_names["captions"] if column in sample.entry]
+        if sample.captions and any(in_json) and as_list(in_json[0]) != sample.captions:
+            rows.leave_out("captions in JSON beside a text with other captions", name)
         uri = ImageLocation(source.annotations, (member.start, member.length), member.name).uri
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location)
