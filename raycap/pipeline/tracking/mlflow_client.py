@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
@@ -28,7 +29,14 @@ PARAM_LENGTH = 6000  # MLflow's limit for the value of a parameter
 
 def tracking_uri(config: RunConfig) -> str:
     """The address of the tracker, which may contain a password. By default, a SQLite file in the working folder."""
-    return config.tracking.uri or f"sqlite:///{config.working_path / 'mlflow.db'}"
+    return config.tracking.uri or _sqlite_uri(config.working_path / "mlflow.db")
+
+
+def _sqlite_uri(file: Path) -> str:
+    """The address of a SQLite file. SQLAlchemy would take ? and % in its path for parts of the address."""
+    path = re.sub("[%?#;]", lambda match: quote(match[0]), str(file))
+    # With the scheme sqlite, MLflow would create a folder that has the quoted name.
+    return f"sqlite:///{path}" if path == str(file) else f"sqlite+pysqlite:///{path}"
 
 
 def warn_of_local_file(config: RunConfig) -> None:
@@ -85,7 +93,7 @@ def _create_database(file: Path) -> None:
     with file_lock(file.with_name(f".{file.name}.lock")):
         if not file.exists():
             with atomic_path(file) as temporary:
-                MlflowClient(f"sqlite:///{temporary}").search_experiments(max_results=1)
+                MlflowClient(_sqlite_uri(temporary)).search_experiments(max_results=1)
 
 
 def experiment_of(client: MlflowClient, config: RunConfig) -> str:
@@ -120,7 +128,7 @@ def _is_database(config: RunConfig) -> bool:
 def _sqlite_file(config: RunConfig) -> Path | None:
     """The file of the tracker's SQLite database. None if the tracker is not a SQLite file."""
     scheme, _, path = tracking_uri(config).partition(":///")
-    file = path.partition("?")[0]
+    file = unquote(path.partition("?")[0])
     if not scheme.startswith("sqlite") or file in ("", ":memory:"):
         return None
     return Path(file).absolute()

@@ -8,7 +8,13 @@ import pytest
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.tracking.mlflow_client import artifact_location, public_uri, tracking_client, warn_of_local_file
+from raycap.pipeline.tracking.mlflow_client import (
+    artifact_location,
+    experiment_of,
+    public_uri,
+    tracking_client,
+    warn_of_local_file,
+)
 from tests.conftest import small_config
 
 
@@ -33,6 +39,18 @@ def test_artifacts_lie_beside_the_database(
     tracking = {"uri": None if uri is None else uri.format(here=tmp_path)}
     found = artifact_location(parse_config(small_config(tmp_path / "storage", tracking=tracking)))
     assert found == (None if expected is None else (tmp_path / expected).as_uri())
+
+
+@pytest.mark.parametrize("name", ["why?not=1", "100%20 #;&"])
+def test_the_database_is_in_a_storage_of_any_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    config = parse_config(small_config(tmp_path / name))
+    client = tracking_client(config)
+    run = client.create_run(experiment_of(client, config))
+    client.log_text(run.info.run_id, "text", "a.txt")
+    files = {path.name for path in (tmp_path / name).rglob("*") if path.is_file()}
+    assert {"mlflow.db", "a.txt"} <= files and [path.name for path in tmp_path.iterdir()] == [name]
+    assert public_uri(config).endswith("/mlflow.db")
 
 
 def test_artifacts_of_a_database_go_to_s3_with_the_storage(

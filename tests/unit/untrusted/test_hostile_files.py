@@ -76,7 +76,7 @@ def test_hostile_annotations_are_named(tmp_path: Path, name: str, content: bytes
 def test_captions_that_are_not_text_are_reported_with_their_place(tmp_path: Path) -> None:
     """One bad caption does not hide the others from `raycap check`."""
     sentences = '"sentences": [{"raw": "\\ud800"}, {"raw": NaN}, {"raw": "a cat"}, {"raw": ' + NESTED + "}]"
-    dataset, problems = annotations(tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences))
+    dataset, problems, _ = annotations(tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences))
     assert dataset.column("captions") == [["a cat"]]
     assert [problem.split("a caption is ")[1] for problem in problems] == [
         "not text in any encoding",
@@ -85,7 +85,7 @@ def test_captions_that_are_not_text_are_reported_with_their_place(tmp_path: Path
     ]
     buffer = io.StringIO(newline="")
     csv.writer(buffer).writerows([["image", "captions"], ["a.png", "[" * 100_000], ["b.png", '["a cat"]']])
-    dataset, problems = annotations(tmp_path, "a.csv", buffer.getvalue())
+    dataset, problems, _ = annotations(tmp_path, "a.csv", buffer.getvalue())
     assert dataset.column("captions")[1] == ["a cat"]
     assert len(problems) == 1 and "a caption has 100000 characters" in problems[0]
 
