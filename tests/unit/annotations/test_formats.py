@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import json
 import os
+import tarfile
+import unicodedata
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -20,11 +22,13 @@ from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data import reading
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import id_of_name, read_json
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
-from raycap.pipeline.data.reading import build_vocabulary, read_annotations, read_dataset
+from raycap.pipeline.data.reading import Annotations, build_vocabulary, read_annotations, read_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
+from tests.support.forms import add_file
 
 ROWS: list[dict[str, Any]] = [
     {"image": "a/1.png", "id": 7, "captions": ["A cat.", "Two cats, sitting"], "split": "train"},
@@ -232,3 +236,198 @@ def test_vocabulary_follows_the_configured_tokenizer_and_splits(tmp_path: Path) 
     assert set(vocabulary.words) == {"man", "'s", "dog", "cat", "PAD", "SOS", "EOS", "UNK"}
     vocabulary.save(tmp_path / "v.json")
     assert Vocabulary.load(tmp_path / "v.json").tokenize("man's") == ["man", "'s"]
+
+
+Files = dict[str, bytes | str]  # {name: content, or a link's target if the name begins with ->}
+
+
+def write_files(folder: Path, files: Files) -> None:
+    for name, content in files.items():
+        path = folder / name.removeprefix("->")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.startswith("->"):
+            path.symlink_to(content)  # type: ignore[arg-type]
+        else:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def pack(path: Path, files: Files) -> None:
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            add_file(archive, name, content.encode() if isinstance(content, str) else content)
+
+
+def images_of(found: Annotations) -> dict[str, list[str]]:
+    """{the file's name without its ending: captions}."""
+    names = [ImageLocation.parse(uri).name or uri for uri in found.dataset.column("uri")]
+    return {Path(name).stem: captions for name, captions in zip(names, found.dataset.column("captions"), strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("files", "images", "left_out"),
+    [
+        ({"a.b.jpg": "", "a.b.txt": "x", "a.c.jpg": "", "a.c.txt": "y"}, {"a.b": ["x"], "a.c": ["y"]}, []),
+        ({"v1.0/a.jpg": "", "v1.0/a.txt": "x"}, {"a": ["x"]}, []),
+        ({"2024.01.31 a.JPG": "", "2024.01.31 a.TXT": "x"}, {"2024.01.31 a": ["x"]}, []),
+        ({"a.b.json": '{"text": "x"}', "a.b.webp": ""}, {"a.b": ["x"]}, []),
+        ({"a.txt": "x", "a.rgb.jpg": "", "a.boxes.json": "[1]"}, {"a.rgb": ["x"]}, []),
+        (
+            {"a.jpg": "", "a.txt": "x", "a.seg.png": "", "a.en.txt": "y", "a.boxes.json": "[1]"},
+            {"a": ["x"]},
+            ["1 texts beside no image are not used, first a.tar/a.en.txt", "1 images beside another image of"],
+        ),
+        ({"a.jpg": "", "a.txt": "x", "a.b.jpg": "", "a.b.txt": "y"}, {"a": ["x"], "a.b": ["y"]}, []),
+        ({"a.jfif": "", "a.txt": "x", "b.pjpeg": "", "b.txt": "y"}, {"a": ["x"], "b": ["y"]}, []),
+        (
+            {"a.jpg": "", "a.txt": "x", "b.heic": "", "b.txt": "y", "._a.jpg": "", ".x/a.jpg": "", "README.md": ""},
+            {"a": ["x"]},
+            [
+                "1 images in formats that are not read are not used, first a.tar/b.heic",
+                "2 hidden images are not used, first a.tar/._a.jpg",
+                "1 texts beside no image are not used, first a.tar/b",
+            ],
+        ),
+        (
+            {
+                "a.jpg": "",
+                "a.txt": "x",
+                "a.json": '{"caption": "y"}',
+                "b.jpg": "",
+                "b.txt": "z",
+                "b.json": '{"text": "z"}',
+            },
+            {"a": ["x"], "b": ["z"]},
+            ["1 captions in JSON beside a text with other captions are not used, first a.tar/a.jpg"],
+        ),
+    ],
+)
+def test_what_an_archive_has_is_used_or_counted(
+    tmp_path: Path, files: Files, images: dict[str, list[str]], left_out: list[str]
+) -> None:
+    pack(tmp_path / "a.tar", files)
+    found = read_annotations(DataSection(root=str(tmp_path), annotations="a.tar"), tmp_path)
+    assert images_of(found) == images and not found.problems and len(found.left_out) == len(left_out)
+    assert all(map(str.startswith, found.left_out, left_out))
+
+
+@pytest.mark.parametrize(
+    ("files", "images", "left_out"),
+    [
+        ({"a.jfif": "", "a.txt": "x", "B.JPE": "", "B.TXT": "y"}, {"a": ["x"], "B": ["y"]}, []),
+        (
+            {"a.jpg": "", "a.txt": "x", "README.txt": "r", "LICENSE": "", ".git/HEAD": "", "val.txt": "a"},
+            {"a": ["x"]},
+            [],
+        ),
+        (
+            {"a.jpg": "", "a.txt": "x", "b.txt": "y"},
+            {"a": ["x"]},
+            ["1 texts beside no image are not used, first b.txt"],
+        ),
+        (
+            {"a.jpg": "", "a.txt": "x", "b": "", "b.txt": "y"},
+            {"a": ["x"]},
+            ["1 texts beside no image are not used, first b"],
+        ),
+        (
+            {"a.jpg": "", "a.txt": "x", "._a.jpg": "", ".ipynb_checkpoints/a.jpg": "", "__MACOSX/._a.jpg": ""},
+            {"a": ["x"]},
+            ["3 hidden images are not used, first ._a.jpg"],
+        ),
+        (
+            {"a.jpg": "", "a.txt": "x", "b.heic": "", "c.SVG": ""},
+            {"a": ["x"]},
+            ["2 images in formats that are not read are not used, first b.heic"],
+        ),
+        ({"->test": "../out", "a.jpg": "", "a.txt": "x"}, {"a": ["x"], "o": ["out"]}, []),
+        (
+            {"->t": ".", "a.jpg": "", "a.txt": "x"},
+            {"a": ["x"]},
+            ["1 links to folders that are read under another name"],
+        ),
+        ({"a.jpg": "", "->a.txt": "b/c.txt", "b/c.txt": "x"}, {"a": ["x"]}, []),
+        ({"->a.jpg": "../out/o.jpg", "a.txt": "x"}, {"a": ["x"]}, []),
+        (
+            {"a.jpg": "", "->a.txt": "../out/o.txt"},
+            {"a": []},
+            ["1 texts that are links out of their folder or to nothing"],
+        ),
+        ({"a.jpg": "", "->a.txt": "none"}, {"a": []}, ["1 texts that are links out of their folder or to nothing"]),
+    ],
+)
+def test_what_a_folder_has_is_used_or_counted(
+    tmp_path: Path, files: Files, images: dict[str, list[str]], left_out: list[str]
+) -> None:
+    write_files(tmp_path, {"out/o.jpg": "", "out/o.txt": "out", "set/x/y": ""})
+    write_files(tmp_path / "set", files)
+    found = read_annotations(DataSection(root=str(tmp_path / "set"), annotations="."), tmp_path / "set")
+    assert images_of(found) == images and len(found.left_out) == len(left_out)
+    assert all(map(str.startswith, found.left_out, left_out))
+
+
+NFC, NFD = (unicodedata.normalize(form, "caf\u00e9.png") for form in ("NFC", "NFD"))
+
+
+@pytest.mark.parametrize(
+    ("image", "line"),
+    [
+        ("a.png", "\ufeffa.png"),
+        ("a.png", "  a.png \r"),
+        ("a.png", "a.png\t17"),
+        ("my dog.png", "my dog.png"),
+        ("my dog.png", "my dog.png 17"),
+        ("x/a.png", "a.png"),
+        ("x/a.png", "y\\a.png"),
+        (NFC, NFD),
+        (NFD, NFC),
+    ],
+)
+def test_names_in_split_lists_are_those_of_images(tmp_path: Path, image: str, line: str) -> None:
+    (tmp_path / "val.txt").write_bytes(f"{line}\nunknown.png\n".encode())
+    (tmp_path / "train.txt").write_text("1.png\n")
+    (tmp_path / "t.jsonl").write_text(
+        "".join(json.dumps({"image": name, "text": "a"}) + "\n" for name in (image, "1.png", "2.png"))
+    )
+    lists = {"val": "val.txt", "Train": "train.txt"}
+    found = read_annotations(DataSection(root=str(tmp_path), annotations="t.jsonl", split_lists=lists), tmp_path)
+    assert found.dataset.column("split") == ["val", "train", "train"]
+    assert found.left_out == [
+        "1 names in data.split_lists, which no image has, are not used, first unknown.png",
+        "1 images in no list of data.split_lists are in the split train, first 2.png",
+    ]
+
+
+def test_names_that_windows_and_macos_wrote_are_those_on_the_disk(tmp_path: Path) -> None:
+    write_files(tmp_path, {f"x/{NFD}": "", f"{NFC}": "", "x/b.png": "", "x\\c.png": ""})
+    names = ["x\\b.png", f"x/{NFC}", NFD, "x\\c.png", "missing\\d.png", f"x\\{NFC}", "s\u00e9.png"]
+    dataset = table(tmp_path, *({"image": name, "text": "a"} for name in names))
+    found = [uri.removeprefix(f"{tmp_path}/") for uri in dataset.column("uri")]
+    assert found == ["x/b.png", f"x/{NFD}", NFC, "x\\c.png", "missing\\d.png", "s\u00e9.png"]
+    for name in ("..\\secret.png", "\u00e9/../../secret.png"):
+        (tmp_path.parent / "secret.png").touch()
+        with pytest.raises(UserError, match="is outside of"):
+            table(tmp_path, {"image": name, "text": "a"})
+
+
+def test_splits_have_the_same_name_in_any_case_and_with_blanks(tmp_path: Path) -> None:
+    stated = [" Train ", "TRAIN", "VAL", "val", "Validation", "In-Domain ", " ", None]
+    dataset = table(tmp_path, *({"image": f"{n}.png", "text": "a", "split": split} for n, split in enumerate(stated)))
+    assert dataset.column("split") == ["train", "train", "val", "val", "validation", "In-Domain", "train", "train"]
+    config = DataSection(root=str(tmp_path), val_split=" VAL", train_splits=["Train"], test_splits=["In-Domain"])
+    assert (config.val_split, config.train_splits, config.test_splits) == ("val", ("train",), ("In-Domain",))
+
+
+@pytest.mark.parametrize(
+    ("folder", "split"),
+    [
+        ("train", "train"), ("val2014", "val"), ("Validation", "val"), ("TEST_1", "test"), ("deep/dev/x", "val"),
+        ("testing", "test"), ("valley", "train"), ("test_photos", "train"), ("eval", "val"), ("tests", "train"),
+    ],
+)  # fmt: skip
+def test_folders_give_splits_if_the_configuration_says_so(tmp_path: Path, folder: str, split: str) -> None:
+    row = {"image": f"{folder}/1.png", "text": "a"}
+    assert table(tmp_path, row).column("split") == ["train"]
+    assert table(tmp_path, row, split_by_folder=True).column("split") == [split]
+    assert table(tmp_path, row | {"split": "mine"}, split_by_folder=True).column("split") == ["mine"]
+    fractions = {"split_fractions": {"x": 1.0}, "split_by_folder": True}
+    assert table(tmp_path, row, **fractions).column("split") == ["x" if split == "train" else split]

@@ -80,6 +80,19 @@ def test_a_file_is_not_replaced_without_force(
     assert [stage.name for stage in load_config(out).stages] == ["xe_frozen"]
 
 
+@pytest.mark.parametrize(
+    "name", ["2017", "2024-01-31", "no", "null", "yes", "1e3", "0x1f", "true", "1_000", "~", "- a: b"]
+)
+def test_names_stay_text(tmp_path: Path, images: list[Captioned], name: str) -> None:
+    write_images(tmp_path / name / name, images)
+    rows = [{"img": image.name, "description": image.captions[0]} for image in images]
+    (tmp_path / name / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert init(tmp_path / name, "--out", tmp_path / "x.yaml", "--no-pretrained") == 0
+    config = load_config(tmp_path / "x.yaml")
+    assert (config.data.images, config.data.annotations) == (name, f"{name}.jsonl")
+    assert config.name == (name if name.isalnum() else config.name)
+
+
 def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captioned]) -> None:
     write_images(tmp_path / "set" / "photos", images)
     rows = [{"img": image.name, "description": image.captions[0]} for image in images]

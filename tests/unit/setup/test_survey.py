@@ -61,6 +61,59 @@ def test_folders_without_texts_are_left_out(tmp_path: Path, images: list[Caption
     found = survey(str(tmp_path))
     assert found.keys["sources"] == [{"annotations": "one"}, {"annotations": "two"}]
     assert len(found.dataset) == 60
+    assert found.left_out == ["1 images that no annotation names are not used, first logo/logo.png"]
+
+
+def test_a_folder_of_images_may_be_a_link_and_its_names_those_of_macos(tmp_path: Path, images: list[Captioned]) -> None:
+    write_images(tmp_path / "disk", [image._replace(name=f"e\u0301{image.name}") for image in images])
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/images").symlink_to("../disk")
+    rows = [f"\u00e9{image.name},a cat\n" for image in images]
+    (tmp_path / "set/captions.csv").write_text("image,caption\n" + "".join(rows))
+    found = survey(str(tmp_path / "set"))
+    assert found.keys["images"] == "images" and len(found.dataset) == 60 and not found.left_out
+    assert all(Path(uri).exists() for uri in found.dataset.column("uri"))
+
+
+@pytest.mark.parametrize(
+    ("folders", "keys"),
+    [
+        (("train", "validation", "test"), {"split_by_folder": True}),
+        (("Train", "VAL", "Testing"), {"split_by_folder": True}),
+        (("train", "dev"), {"split_by_folder": True, "test_splits": ["val"]}),
+        (("train", "test"), {"split_by_folder": True, "split_fractions": {"train": 0.9, "val": 0.1}}),
+        (("cats", "dogs"), {"split_fractions": {"train": 0.8, "val": 0.1, "test": 0.1}}),
+        (("test", "test/deep"), {"split_fractions": {"train": 0.8, "val": 0.1, "test": 0.1}}),
+    ],
+)
+def test_folders_of_a_table_name_splits(
+    tmp_path: Path, images: list[Captioned], folders: tuple[str, ...], keys: dict[str, object]
+) -> None:
+    rows = []
+    for number, image in enumerate(images):
+        folder = folders[0 if number < 40 else number % len(folders)]
+        write_images(tmp_path / "set" / folder, [image])
+        rows.append(f"{folder}/{image.name},a cat\n")
+    (tmp_path / "set/metadata.csv").write_text("file_name,text\n" + "".join(rows))
+    found = survey(str(tmp_path / "set"))
+    assert found.keys == {"annotations": "metadata.csv", **keys}
+    for split, uri in zip(found.dataset.column("split"), found.dataset.column("uri"), strict=True):
+        folder = Path(uri).parent.name.lower()
+        assert (
+            not keys.get("split_by_folder")
+            or folder[:3] not in ("val", "dev", "tes")
+            or folder[:2] == split[:2]
+            or (folder, split) == ("dev", "val")
+        )
+
+
+def test_every_split_of_a_table_is_used(tmp_path: Path, images: list[Captioned]) -> None:
+    write_images(tmp_path, images)
+    splits = [" Train", "TRAIN", "dev", "Eval", "extra", "train"]
+    rows = [f"{image.name},a cat,{splits[number % 6]}\n" for number, image in enumerate(images)]
+    (tmp_path / "t.csv").write_text("image,caption,split\n" + "".join(rows))
+    keys = survey(str(tmp_path)).keys
+    assert keys == {"annotations": "t.csv", "val_split": "dev", "test_splits": ["eval", "extra"]}
 
 
 TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]

@@ -76,7 +76,9 @@ def test_hostile_annotations_are_named(tmp_path: Path, name: str, content: bytes
 def test_captions_that_are_not_text_are_reported_with_their_place(tmp_path: Path) -> None:
     """One bad caption does not hide the others from `raycap check`."""
     sentences = '"sentences": [{"raw": "\\ud800"}, {"raw": NaN}, {"raw": "a cat"}, {"raw": ' + NESTED + "}]"
-    dataset, problems, _ = annotations(tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences))
+    dataset, problems, _ = annotations(
+        tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences)
+    )
     assert dataset.column("captions") == [["a cat"]]
     assert [problem.split("a caption is ")[1] for problem in problems] == [
         "not text in any encoding",
