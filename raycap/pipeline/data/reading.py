@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -26,7 +27,6 @@ from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection, SourceSect
 from raycap.pipeline.data.content_keys import hash_files, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
-    IMAGE_ENDINGS,
     MAX_CAPTION,
     SURROGATE,
     Rows,
@@ -39,13 +39,13 @@ from raycap.pipeline.data.formats.source import (
     inside,
     is_hidden,
     is_image,
-    leave_out_image,
     lines_of,
     malformed,
     prefix_of,
     read_json,
     read_split_lists,
     split_in_name,
+    unused_kind,
 )
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
@@ -166,18 +166,15 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
     only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
     sources, rows = config.sources or (only_source,), Rows()
     lists = read_split_lists(base, config.split_lists)
-    splits = Splits(
-        lists, config.split_fractions, config.split_seed, config.split_by_folder, "train" in config.split_lists
-    )
+    splits = Splits(lists, config.split_fractions, config.split_seed, config.split_by_folder)
     rewarded = [each for part in sources if part.rewarded for each in _find_sources(part, config, base, splits)]
     read_sources(rewarded, config.format, rows)
-    for name in dict.fromkeys(name for _, name in lists.values()):
-        if name not in splits.found:
-            rows.leave_out("names in data.split_lists, which no image has,", name)
-    for name in splits.unlisted:
+    for name in dict.fromkeys(name for _, name in lists.values() if name not in splits.found):
+        rows.leave_out("names in data.split_lists, which no image has,", name)
+    for name in splits.unlisted if "train" in config.split_lists else ():
         rows.leave_out("images in no list of data.split_lists", name, "are in the split train")
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
-    taught = [_taught_captions(section, config, base, splits, table) for section in sources if not section.rewarded]
+    taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
     table = pa.concat_tables([table, *taught])
     counts = table["image_id"].value_counts()
     if len(counts) < len(table):
@@ -190,9 +187,7 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
     return Annotations(Dataset(table.select(names)), rows.problems, rows.left_out)
 
 
-def _taught_captions(
-    section: SourceSection, config: DataSection, root: StoragePath, splits: Splits, people: pa.Table
-) -> pa.Table:
+def _taught_captions(section: SourceSection, config: DataSection, root: StoragePath, people: pa.Table) -> pa.Table:
     """A table of a model's captions for training images. people: the table of the images with people's captions.
 
     All rows get the split of the source. Images that are not in a rewarded split of `people` are left out, because a
@@ -207,7 +202,7 @@ def _taught_captions(
     is_learned = pc.is_in(people["split"], value_set=pa.array(config.rewarded_splits, pa.string()))
     learned = set(people["uri"].filter(is_learned).to_pylist())
     rows = Rows()
-    read_sources(_find_sources(section, config, root, splits), "auto", rows)
+    read_sources(_find_sources(section, config, root, Splits()), "auto", rows)
     table = rows.table(with_tokens="tokens" in people.column_names)
     images = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
     is_taught = [uri in learned and any(map(str.strip, captions)) for uri, captions in images]
@@ -355,47 +350,36 @@ def read_text_files(source: Source, rows: Rows) -> Iterator[tuple[str, list[str]
     """Yields (name, captions) of each image in or below a folder, sorted by name. Raises UserError.
 
     The captions of dog.jpg are the lines of dog.txt. An image without a text file has no captions. A text that is a
-    link out of its folder and of the data set's is not read, because a stranger's link may name any file.
+    link out of the folder is not read, because a stranger's link may name any file.
     """
     folder = source.annotations
     with errors_named(folder):
-        names = sorted(folder.names(rows.leave_out))
-    images: list[str] = []
-    text_of: dict[str, str] = {}  # {name without .txt: name}
-    for name in names:
-        if is_hidden(name) or not name.lower().endswith((".txt", *IMAGE_ENDINGS)):
-            leave_out_image(name, rows.leave_out)
-        elif is_image(name):
-            images.append(name)
-        else:
-            text_of[name[:-4]] = name
-    stems = {name.rpartition(".")[0] for name in images}
-    folders = {name.rpartition("/")[0] for name in images}
-    for stem, name in text_of.items():
-        parent, _, base = stem.rpartition("/")
-        if stem not in stems and parent in folders and base.lower() not in OTHER_TEXTS:
+        found = sorted(folder.names(rows.leave_out))
+    for name in found:
+        if kind := unused_kind(name):
+            rows.leave_out(kind, name)
+    names = [name for name in found if not is_hidden(name)]
+    images = [name for name in names if is_image(name)]
+    text_of = {name[:-4]: name for name in names if name.lower().endswith(".txt")}  # {name without .txt: name}
+    stems, top = {name.rpartition(".")[0] for name in images}, os.path.realpath(folder.uri)
+    for stem, name in list(text_of.items()):
+        path = Path(folder.uri, name)
+        if path.is_symlink() and not (path.exists() and path.resolve().is_relative_to(top)):
+            rows.leave_out("texts that are links out of the folder or to nothing", name)
+            del text_of[stem]
+        elif stem not in stems and stem.rpartition("/")[2].lower() not in OTHER_TEXTS:
             rows.leave_out("texts beside no image", name)
 
-    def read(name: str) -> tuple[str, list[str] | None]:
-        """The captions of an image. None if their file is a link that is not read."""
+    def read(name: str) -> tuple[str, list[str]]:
         text = text_of.get(name.rpartition(".")[0])
         if text is None:
             return name, []
-        path = folder / text
-        if not folder.is_remote and path.path.is_symlink():
-            target = path.path.resolve()
-            tops = (folder.path.resolve(), path.path.parent.resolve())
-            if not target.exists() or not any(map(target.is_relative_to, tops)):
-                return name, None
-        with errors_named(path):
-            return name, lines_of(path.read_bytes(MAX_TEXT_BYTES), str(path))
+        with errors_named(folder / text):
+            return name, lines_of((folder / text).read_bytes(MAX_TEXT_BYTES), str(folder / text))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:  # because requests to S3 mostly wait
         for start in range(0, len(images), _FILES_PER_SLICE):
-            for name, captions in pool.map(read, images[start : start + _FILES_PER_SLICE]):
-                if captions is None:
-                    rows.leave_out("texts that are links out of their folder or to nothing", name)
-                yield name, captions or []
+            yield from pool.map(read, images[start : start + _FILES_PER_SLICE])
 
 
 def add_text_files(source: Source, _: None, rows: Rows) -> None:

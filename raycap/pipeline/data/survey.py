@@ -20,20 +20,11 @@ from pydantic import ValidationError
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import (
-    COLUMNS,
-    is_hidden,
-    is_image,
-    matches,
-    opened,
-    plain_name,
-    split_in_name,
-    split_of_folder,
-)
+from raycap.pipeline.data.formats.source import COLUMNS, is_image, matches, opened, split_in_name
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS
 from raycap.pipeline.data.reading import Annotations, read_annotations
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import one_line, printable, quoted, shown
+from raycap.pipeline.runtime.names import one_line, plain_name, printable, quoted, shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
@@ -230,7 +221,7 @@ def survey(place: str) -> Survey:
         listed = sorted(islice(root.names(), MAX_LISTED))
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
-    names = [name for name in listed if not is_hidden(name)]
+    names = [name for name in listed if "/." not in f"/{name}"]  # without hidden files
     # An annotation file is the only candidate, but files beside it may be its images.
     chosen = [path.name] if is_file else names
     failure: UserError | None = None
@@ -264,11 +255,10 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
         problem = f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(without[0])}"
         raise UserError(f"{shown(root)}: {problem}; {remedy}")
     uris = set(dataset.column("uri"))
-    if set(dataset.split_sizes()) == {"train"} and any(map(split_of_folder, uris)):
-        by_folder = keys | {"split_by_folder": True}
-        found = _rows(root, by_folder).dataset
-        if "train" in (sizes := found.split_sizes()) and len(sizes) > 1:
-            keys, dataset = by_folder, found
+    folders = {split_in_name(uri.removeprefix(root.uri).rpartition("/")[0]) for uri in uris}
+    if set(dataset.split_sizes()) == {"train"} and folders & {"val", "test"} and folders & {"train", None}:
+        keys = keys | {"split_by_folder": True}
+        dataset = _rows(root, keys).dataset
     keys = keys | _split_keys(root, keys, dataset)
     dataset, _, left_out = _rows(root, keys)  # read again, because the new keys decide the splits
     unnamed = [name for name in names if is_image(name) and join(root.uri, name) not in uris]

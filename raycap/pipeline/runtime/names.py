@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +23,11 @@ def relative_name(name: str, source: str) -> str:
     if leads_out or "\\" in name or not name.isprintable():
         raise UserError(f"{source}: the name {printable(name)!r} is not a plain relative path; remove or rename it")
     return name
+
+
+def plain_name(name: str) -> str:
+    """A path with slashes and composed letters, to compare names that Windows or macOS wrote."""
+    return name if name.isascii() and "\\" not in name else unicodedata.normalize("NFC", name.replace("\\", "/"))
 
 
 def expanded_path(path: Path | str) -> Path:

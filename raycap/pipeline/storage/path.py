@@ -25,6 +25,7 @@ from raycap.pipeline.storage.untrusted.documents import RangedFile, open_regular
 
 CACHE_VARIABLE = "RAYCAP_CACHE"
 PRIVATE = stat.S_IRWXU  # the permissions of the cache's folder: only its user may enter
+UNLISTED = "folders that cannot be listed"
 REMOTE_BUFFER_BYTES = 2**18  # per request to S3, because smaller requests would hardly be faster
 MAX_TAGGED_BYTES = 2**24  # limit for files read with tags: leases and champion.json, which are much smaller
 
@@ -168,31 +169,22 @@ class StoragePath:
         if self.is_remote:
             yield from (name for name, _ in self._object.list())
             return
-        try:
-            os.scandir(self.path).close()
-        except (FileNotFoundError, NotADirectoryError):
-            return
-
-        def relative(path: str) -> str:
-            return path[len(self.uri) :].lstrip("/")
-
-        def unlisted(error: OSError) -> None:
-            leave_out("folders that cannot be listed", relative(error.filename))
-
-        links, known = [self.uri], set[str]()
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path):
+            pass  # as in `walk`
+        links, known, start = [self.uri], set[str](), len(f"{self.uri.rstrip('/')}/")
         for link in links:  # which the loop appends to
             if os.path.realpath(link) in known:
-                leave_out("links to folders that are read under another name", relative(link))
+                leave_out("links to folders that are read under another name", link)
                 continue
-            for folder, folders, files in os.walk(link, onerror=unlisted):
-                real = os.path.realpath(folder)
+            for folder, folders, files in os.walk(link, onerror=lambda error: leave_out(UNLISTED, error.filename)):
+                real, prefix = os.path.realpath(folder), f"{folder.rstrip('/')}/"
                 if real in known:
                     folders.clear()
                     continue
                 known.add(real)
                 folders.sort()
-                links += filter(os.path.islink, (f"{folder}/{name}" for name in folders))
-                yield from (relative(f"{folder}/{name}") for name in files)
+                links += filter(os.path.islink, (prefix + name for name in folders))
+                yield from ((prefix + name)[start:] for name in files)
 
     def delete(self) -> None:
         """Removes a file. A missing file is no error."""

@@ -274,7 +274,10 @@ def images_of(found: Annotations) -> dict[str, list[str]]:
         (
             {"a.jpg": "", "a.txt": "x", "a.seg.png": "", "a.en.txt": "y", "a.boxes.json": "[1]"},
             {"a": ["x"]},
-            ["1 texts beside no image are not used, first a.tar/a.en.txt", "1 images beside another image of"],
+            [
+                "1 images beside another image of their sample are",
+                "1 texts beside no image are not used, first a.tar/a.en",
+            ],
         ),
         ({"a.jpg": "", "a.txt": "x", "a.b.jpg": "", "a.b.txt": "y"}, {"a": ["x"], "a.b": ["y"]}, []),
         ({"a.jfif": "", "a.txt": "x", "b.pjpeg": "", "b.txt": "y"}, {"a": ["x"], "b": ["y"]}, []),
@@ -345,14 +348,14 @@ def test_what_an_archive_has_is_used_or_counted(
             {"a": ["x"]},
             ["1 links to folders that are read under another name"],
         ),
-        ({"a.jpg": "", "->a.txt": "b/c.txt", "b/c.txt": "x"}, {"a": ["x"]}, []),
+        ({"a.jpg": "", "->a.txt": "b/README.txt", "b/README.txt": "x"}, {"a": ["x"]}, []),
         ({"->a.jpg": "../out/o.jpg", "a.txt": "x"}, {"a": ["x"]}, []),
         (
             {"a.jpg": "", "->a.txt": "../out/o.txt"},
             {"a": []},
-            ["1 texts that are links out of their folder or to nothing"],
+            ["1 texts that are links out of the folder or to nothing"],
         ),
-        ({"a.jpg": "", "->a.txt": "none"}, {"a": []}, ["1 texts that are links out of their folder or to nothing"]),
+        ({"a.jpg": "", "->a.txt": "none"}, {"a": []}, ["1 texts that are links out of the folder or to nothing"]),
     ],
 )
 def test_what_a_folder_has_is_used_or_counted(
@@ -421,7 +424,7 @@ def test_splits_have_the_same_name_in_any_case_and_with_blanks(tmp_path: Path) -
     ("folder", "split"),
     [
         ("train", "train"), ("val2014", "val"), ("Validation", "val"), ("TEST_1", "test"), ("deep/dev/x", "val"),
-        ("testing", "test"), ("valley", "train"), ("test_photos", "train"), ("eval", "val"), ("tests", "train"),
+        ("testing", "test"), ("valley", "train"), ("test_photos", "test"), ("eval", "val"), ("tests", "train"),
     ],
 )  # fmt: skip
 def test_folders_give_splits_if_the_configuration_says_so(tmp_path: Path, folder: str, split: str) -> None:

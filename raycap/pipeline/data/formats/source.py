@@ -15,7 +15,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, split_name
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import printable, quoted, shorten, shown
+from raycap.pipeline.runtime.names import plain_name, printable, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
@@ -62,27 +62,24 @@ class Splits:
     lists: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # {file name or id: (split, file name)}
     fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; if empty, all images are in train
     seed: int = 0
-    by_folder: bool = False  # whether folders that are named val or test decide
-    lists_train: bool = False  # whether a list has the images of the split train
+    by_folder: bool = False  # whether folders for validation and test decide
     found: set[str] = field(default_factory=set)  # file names in `lists` that images have
-    unlisted: list[str] = field(default_factory=list)  # images that are in train although `lists_train` names others
+    unlisted: list[str] = field(default_factory=list)  # images that are in train because no list has them
 
     def listed(self, *names: str) -> str | None:
         """The split whose list contains one of these names or ids of an image. None if no list does."""
         for name in names if self.lists else ():
-            split, listed_name = self.lists.get(_listed_name(name), (None, ""))
-            if split is not None:
-                self.found.add(listed_name)
-                return split
+            if entry := self.lists.get(plain_name(name).rsplit("/", 1)[-1]):
+                self.found.add(entry[1])
+                return entry[0]
         return None
 
     def drawn(self, name: str) -> str:
         """The split of an image, chosen by its folder, or by a hash of its name, which other images do not change."""
-        folder = split_of_folder(name) if self.by_folder else None
-        if folder not in (None, "train"):
-            return folder
+        if self.by_folder and (split := split_in_name(name.rpartition("/")[0])) not in (None, "train"):
+            return split
         if not self.fractions:
-            if self.lists_train:
+            if self.lists:
                 self.unlisted.append(name)
             return "train"
         digest = _digest(f"{self.seed} {name}")
@@ -99,22 +96,6 @@ def split_in_name(name: str, *, first: bool = False) -> str | None:
     """
     words = [word for word in re.findall("[a-z]+", name.lower()) if word in SPLIT_WORDS]
     return SPLIT_WORDS[words[0 if first else -1]] if words else None
-
-
-def split_of_folder(name: str) -> str | None:
-    """The split by which the last such folder of a path is named, such as Validation or val2014. None if none is."""
-    words = [folder.strip(" _-0123456789").lower() for folder in name.split("/")[:-1]]
-    return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), None)
-
-
-def plain_name(name: str) -> str:
-    """A name with slashes and composed letters, to compare names that Windows or macOS wrote."""
-    return name if name.isascii() and "\\" not in name else unicodedata.normalize("NFC", name.replace("\\", "/"))
-
-
-def _listed_name(name: str) -> str:
-    """An image's name as the split lists have it, without folders."""
-    return plain_name(name).rsplit("/", 1)[-1]
 
 
 def id_of_name(name: str) -> int:
@@ -143,14 +124,14 @@ def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, t
     for split, name in lists.items():
         path = root / name
         lines = read_file(path).decode("utf-8-sig", errors="replace").splitlines()
-        for line in filter(None, map(str.strip, lines)):
+        for line in filter(None, map(str.strip, map(plain_name, lines))):
             words = [line] if is_image(line) else line.rsplit(None, 1)  # a file name may contain blanks
-            filename = _listed_name(words[0])
+            filename = words[0].rsplit("/", 1)[-1]
             known, _ = split_of.setdefault(filename, (split, filename))
             if known != split:
                 raise UserError(f"data.split_lists: {quoted(filename)} is in {known} and again in {path}")
             if len(words) > 1:
-                split_of.setdefault(_listed_name(words[1]), (split, filename))
+                split_of.setdefault(words[1], (split, filename))
             elif filename.isdecimal() and len(filename) < 20:  # a longer number cannot be an id of 64 bits
                 split_of[str(int(filename))] = split, filename
     return split_of
@@ -199,10 +180,11 @@ def is_hidden(name: str) -> bool:
     return "/." in f"/{name}" and any(part[:1] == "." and part not in (".", "..") for part in name.split("/"))
 
 
-def leave_out_image(name: str, leave_out: Callable[[str, str], None]) -> None:
-    """Counts a file that no reader uses if its ending is an image's. Nobody expects that other files are used."""
-    if name.lower().endswith((*IMAGE_ENDINGS, *OTHER_ENDINGS)):
-        leave_out("hidden images" if is_hidden(name) else "images in formats that are not read", name)
+def unused_kind(name: str) -> str | None:
+    """What an image's file is that no reader uses. None for other files, of which nobody expects that they are used."""
+    if is_hidden(name):
+        return "hidden images" if name.lower().endswith((*IMAGE_ENDINGS, *OTHER_ENDINGS)) else None
+    return "images in formats that are not read" if name.lower().endswith(OTHER_ENDINGS) else None
 
 
 def find_files(root: StoragePath, pattern: str) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, cast
 
@@ -17,10 +18,10 @@ from raycap.pipeline.data.formats.source import (
     as_texts,
     is_hidden,
     is_image,
-    leave_out_image,
     lines_of,
     opened,
     prefix_of,
+    unused_kind,
 )
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
@@ -52,12 +53,10 @@ class _Headers:
         return self.file.read(size)
 
 
-def tar_members(
-    file: BinaryIO, title: str, leave_out: Callable[[str, str], None] = lambda _kind, _name: None
-) -> Iterator[TarMember]:
+def tar_members(file: BinaryIO, title: str, left_out: list[tuple[str, str]] | None = None) -> Iterator[TarMember]:
     """The regular files in an archive, in its order. Folders, links and devices are left out.
 
-    title: the archive's name in errors. leave_out: called with (kind, name) for each link. Raises UserError for damaged
+    title: the archive's name in errors. left_out: gets (kind, name) of each link. Raises UserError for damaged
     archives, sparse files, more than MAX_MEMBERS members, and a name that occurs twice or is not UTF-8.
     """
     size, names = file.seek(0, os.SEEK_END), set[str]()
@@ -70,8 +69,8 @@ def tar_members(
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
                 if member.size < 0 or archive.offset < member.offset_data:  # else tarfile would read in a loop
                     raise tarfile.ReadError("a negative size")
-                if member.islnk() or member.issym():
-                    leave_out("links in an archive", member.name)
+                if left_out is not None and (member.islnk() or member.issym()):
+                    left_out.append(("links in archives", member.name))
                 if not member.isreg():
                     continue
                 if member.issparse():
@@ -101,58 +100,39 @@ class Sample:
     entry: Values = field(default_factory=dict)  # content of the JSON file
 
 
-class Archive(NamedTuple):
-    """The samples of an archive that have an image, in its order, and (kind, name) of what is left out."""
-
-    samples: list[Sample]
-    left_out: list[tuple[str, str]]
-
-
-def read_samples(source: Source) -> Archive:
-    """The samples of an archive. No image is read. Raises UserError.
+def read_samples(source: Source) -> tuple[list[Sample], list[tuple[str, str]]]:
+    """The samples of an archive that have an image, in its order, and (kind, name) of what is left out.
 
     Files belong together if their names before the last dot are equal. If a.b.jpg has no text of its own, it belongs to
-    a.txt and a.json, as by WebDataset's rule.
+    a.txt and a.json, as by WebDataset's rule. No image is read. Raises UserError.
     """
     title = f"annotation file {source.annotations}"
     kept = [name for column in ("captions", "id", "split") for name in source.column_names[column]]
     samples: dict[str, Sample] = {}
-    dotted: list[tuple[str, TarMember]] = []  # (key, text) of keys with dots, which are read if they have an image
     left_out: list[tuple[str, str]] = []
 
-    def leave_out(kind: str, name: str) -> None:
-        left_out.append((kind, name))
-
-    def add_text(sample: Sample, member: TarMember) -> None:
-        label = f"{title}: {quoted(member.name)}"
-        if member.name.lower().endswith(".txt"):
-            sample.captions = lines_of(_read(file, member, title), label)
-            return
-        entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
-        sample.entry = {name: entry[name] for name in kept if name in entry}  # no other keys, to save memory
-
     with opened(source.annotations) as file:
-        for member in tar_members(file, title, leave_out):
+        for member in tar_members(file, title, left_out):
             name = member.name.removeprefix("./")
             key = name.rpartition(".")[0]
+            if kind := unused_kind(name):
+                left_out.append((kind, name))
             if is_hidden(name) or not name.lower().endswith((".txt", ".json", *IMAGE_ENDINGS)):
-                leave_out_image(name, leave_out)
-            elif not is_image(name) and _first_key(key) != key:
-                dotted.append((key, member))
-            else:
-                sample = samples.setdefault(key, Sample())
-                if not is_image(name):
-                    add_text(sample, member)
-                elif sample.image is None:
-                    sample.image = member
-                else:
+                continue
+            sample = samples.setdefault(key, Sample())
+            if is_image(name):
+                if sample.image is not None:
                     names = f"{quoted(sample.image.name)} and {quoted(member.name)}"
                     raise UserError(f"{title} has two images of one sample, {names}; pack it again with one of them")
-        for key, member in dotted:
-            if key in samples:
-                add_text(samples[key], member)
-            elif member.name.lower().endswith(".txt"):
-                leave_out("texts beside no image", member.name)
+                sample.image = member
+                continue
+            label = f"{title}: {quoted(member.name)}"
+            with nullcontext() if key == _first_key(key) else suppress(UserError):  # 17.boxes.json may have any content
+                if name.lower().endswith(".txt"):
+                    sample.captions = lines_of(_read(file, member, title), label)
+                else:
+                    entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
+                    sample.entry = {name: entry[name] for name in kept if name in entry}  # the others take memory
     for key, sample in samples.items():
         whole = samples.get(_first_key(key), sample)
         if sample.image is None or sample.captions or sample.entry or whole is sample:
@@ -160,12 +140,12 @@ def read_samples(source: Source) -> Archive:
         if whole.image is None:
             whole.image = sample.image
         else:
-            leave_out("images beside another image of their sample", sample.image.name)
+            left_out.append(("images beside another image of their sample", sample.image.name))
         sample.image = None
     for key, sample in samples.items():
         if sample.image is None and (sample.captions or sample.entry):
-            leave_out("texts beside no image", key)
-    return Archive([sample for sample in samples.values() if sample.image is not None], left_out)
+            left_out.append(("texts beside no image", key))
+    return [sample for sample in samples.values() if sample.image is not None], left_out
 
 
 def _first_key(key: str) -> str:
@@ -183,13 +163,14 @@ def _read(file: BinaryIO, member: TarMember, title: str) -> bytes:
     return file.read(member.length)
 
 
-def add_samples(source: Source, archive: Archive, rows: Rows) -> None:
+def add_samples(source: Source, found: tuple[list[Sample], list[tuple[str, str]]], rows: Rows) -> None:
     """Adds the images of an archive. If a sample has no lines in a text file, its captions are from the JSON file."""
-    if not archive.samples:
+    samples, left_out = found
+    if not samples:
         raise UserError(f"annotation file {source.annotations} contains no image; give a tar of images and captions")
-    for kind, name in archive.left_out:
+    for kind, name in left_out:
         rows.leave_out(kind, prefix_of(source.annotations_name) + name)
-    for sample in archive.samples:
+    for sample in samples:
         assert sample.image is not None
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
