@@ -81,7 +81,7 @@ def test_a_file_is_not_replaced_without_force(
 
 
 @pytest.mark.parametrize(
-    "name", ["2017", "2024-01-31", "no", "null", "yes", "1e3", "0x1f", "true", "1_000", "~", "- a: b"]
+    "name", ["2017", "2024-01-31", "no", "null", "yes", "1e3", "0x1f", "true", "1_000", "12:30:45", "- a: b"]
 )
 def test_names_stay_text(tmp_path: Path, images: list[Captioned], name: str) -> None:
     write_images(tmp_path / name / name, images)

@@ -51,6 +51,13 @@ def test_test_images_in_training_are_an_error(tmp_path: Path) -> None:
     assert found["duplicates"] == {"across_splits": 1, "elsewhere": 0}
 
 
+def test_a_held_out_split_that_is_trained_on_is_a_warning(tmp_path: Path) -> None:
+    root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
+    code, found = check(tmp_path, root, train_splits=["train", "Val "])
+    warning = "split val is also in data.train_splits: its scores are those of images trained on"
+    assert code == 0 and warning in texts(found, "warning") and "split test is also" not in texts(found, "warning")
+
+
 def test_images_that_a_model_captioned_as_well_are_no_duplicates(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 5, "val": 2, "test": 2})
     (root / "images" / "1.png").write_bytes((root / "images" / "0.png").read_bytes())
