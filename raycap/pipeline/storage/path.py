@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,6 +157,42 @@ class StoragePath:
             for path in (Path(folder) / name for name in names):
                 with suppress(OSError):  # renamed or removed since it was listed, or a link to itself
                     yield path.relative_to(self.path).as_posix(), _local_entry(path)
+
+    def names(self, leave_out: Callable[[str, str], None] = lambda _kind, _name: None) -> Iterator[str]:
+        """Yields the relative name of each file below this folder, also behind links to folders, and of broken links.
+
+        A folder is read once. Its own name goes before those of links to it, so that no link leads in circles.
+        leave_out: called with (kind, name) for each link and folder that is not read. Raises OSError if the folder
+        exists and cannot be listed.
+        """
+        if self.is_remote:
+            yield from (name for name, _ in self._object.list())
+            return
+        try:
+            os.scandir(self.path).close()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+        def relative(path: str) -> str:
+            return path[len(self.uri) :].lstrip("/")
+
+        def unlisted(error: OSError) -> None:
+            leave_out("folders that cannot be listed", relative(error.filename))
+
+        links, known = [self.uri], set[str]()
+        for link in links:  # which the loop appends to
+            if os.path.realpath(link) in known:
+                leave_out("links to folders that are read under another name", relative(link))
+                continue
+            for folder, folders, files in os.walk(link, onerror=unlisted):
+                real = os.path.realpath(folder)
+                if real in known:
+                    folders.clear()
+                    continue
+                known.add(real)
+                folders.sort()
+                links += filter(os.path.islink, (f"{folder}/{name}" for name in folders))
+                yield from (relative(f"{folder}/{name}") for name in files)
 
     def delete(self) -> None:
         """Removes a file. A missing file is no error."""

@@ -72,3 +72,19 @@ def test_a_link_to_itself_is_not_listed(tmp_path: Path) -> None:
     assert StoragePath(f"{tmp_path}/missing").list() == {} == StoragePath(f"{tmp_path}/a.jpg").list()
     with pytest.raises(OSError, match="symbolic links"):
         StoragePath(f"{tmp_path}/loop").list()
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    for name in ("set/train/a.jpg", "set/a/.b.txt", "elsewhere/c.jpg", "elsewhere/deep/d.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    links = {"set/test": "../elsewhere", "set/a/up": "../..", "set/again": "train", "elsewhere/loop": ".", "set/x": "x"}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    left_out: list[tuple[str, str]] = []
+    place = StoragePath(f"{tmp_path}/set")
+    names = sorted(place.names(lambda *each: left_out.append(each)))
+    assert names == ["a/.b.txt", "test/c.jpg", "test/deep/d.jpg", "train/a.jpg", "x"]
+    kind = "links to folders that are read under another name"
+    assert left_out == [(kind, "again"), (kind, "test/loop")], "no file below a/up is new"
+    assert not [*(place / "missing").names(), *(place / "train/a.jpg").names()]
