@@ -7,7 +7,7 @@ Pillow's images and arrays.
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +16,47 @@ from PIL import Image
 from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, is_image, matching
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import join, storage_path
+from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 
+LeaveOut = Callable[[str, str], None]  # called with (kind, name) for what is found and is no image, as `Rows.leave_out`
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 MAX_PIXELS = 100_000_000  # default limit of width x height; larger images are refused
 
 
-def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
+def find_images(
+    arguments: Sequence[str],
+    options: StorageOptions = StorageOptions(),
+    leave_out: LeaveOut = lambda _kind, _name: None,
+) -> list[str]:
     """Paths and URIs of the images that the arguments name, in the arguments' order, each once.
 
-    For a folder or prefix, these are all images below it (`is_image`), sorted. In a pattern, * and ? do not match a /,
-    and ** matches any number of folders. Raises UserError for a missing file or folder, and for a folder, prefix or
-    pattern without an image.
+    For a folder or prefix, these are all images below it (`is_image`), also behind links to folders, but not in hidden
+    folders, sorted. In a pattern, * and ? do not match a /, and ** matches any number of folders. Raises UserError for
+    a missing file or folder, and for a folder, prefix or pattern without an image.
     """
     images: dict[str, None] = {}
     for argument in arguments:
-        names = _find_remote(argument, options) if is_remote(argument) else _find_local(argument)
+        find = _find_remote if is_remote(argument) else _find_local
+        names = find(storage_path(argument, options), argument, leave_out)
         if not names:
             raise UserError(f"{argument}: no image found there; the endings are {', '.join(IMAGE_ENDINGS)}")
         images |= dict.fromkeys(names)
     return list(images)
 
 
-def _find_local(argument: str) -> list[str]:
+def _find_local(place: StoragePath, argument: str, leave_out: LeaveOut) -> list[str]:
     """The images that a local argument names: a file, those in a folder, or the files that match a pattern.
 
     Raises UserError if there is no such file or folder.
     """
     path = Path(argument)
     if path.is_dir():
-        return [str(file) for file in sorted(path.rglob("*")) if is_image(file.name) and file.is_file()]
+        try:
+            return [str(path / name) for name in _find_below(place, leave_out)]
+        except OSError as error:
+            raise UserError(f"{argument} cannot be listed: {one_line(error)}") from error
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
@@ -55,17 +65,31 @@ def _find_local(argument: str) -> list[str]:
     raise UserError(f"{argument}: no such file or folder")
 
 
-def _find_remote(argument: str, options: StorageOptions) -> list[str]:
+def _find_remote(place: StoragePath, argument: str, leave_out: LeaveOut) -> list[str]:
     """The URIs that an argument on S3 names: an object, the objects that match a pattern, or all images below it."""
-    place = storage_path(argument, options)
     place.require_answer()
     if glob.has_magic(argument) and not place.exists():
         bucket, _, pattern = argument.removeprefix("s3://").partition("/")
-        root = storage_path(f"s3://{bucket}", options)
+        root = storage_path(f"s3://{bucket}", place.options)
         return [join(root.uri, name) for name in matching(root, pattern)]
     if is_image(argument):
         return [place.uri]  # not looked up here, because reading a missing object raises an error anyway
-    return [join(place.uri, name) for name in sorted(place.list()) if is_image(name)]
+    return [join(place.uri, name) for name in _find_below(place, leave_out)]
+
+
+def _find_below(folder: StoragePath, leave_out: LeaveOut) -> list[str]:
+    """The relative names of the images below a folder, sorted by their parts."""
+    images = []
+    for name in sorted(folder.names(leave_out), key=lambda name: name.split("/")):
+        if "/." in f"/{name}":
+            leave_out("hidden files", name)
+        elif not is_image(name):
+            leave_out("files without the ending of an image", name)
+        elif not folder.is_remote and not (folder / name).path.is_file():
+            leave_out("broken links and devices", name)
+        else:
+            images.append(name)
+    return images
 
 
 def load_image(
