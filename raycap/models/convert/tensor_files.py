@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import resource
 import stat
 import zipfile
@@ -59,9 +60,10 @@ def check_file(path: Path, module: nn.Module) -> None:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 
-    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of a training
-    checkpoint (optimizer, scheduler, random states) is left out. Raises ValueError for any other content, for a file
-    that this machine could not load, and for a file whose content claims to be larger than the file.
+    The tensors may be in nested dictionaries under `model`, `state_dict` or `model_state_dict`. The rest of a training
+    checkpoint (optimizer, scheduler, random states) is left out. Names are without what wrappers of the model add to
+    them (`_own_names`). Raises ValueError for any other content, for a file that this machine could not load, and for a
+    file whose content claims to be larger than the file.
     """
     try:
         _require_memory(path)
@@ -84,12 +86,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
     except Exception as error:  # a damaged file can raise almost any exception
         raise ValueError(f"{path} is no readable checkpoint ({reason_of(error)})") from error
-    for key in ("model_state_dict", "state_dict", "model"):
+    for key in 2 * ("model_state_dict", "state_dict", "model"):  # in any order
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        found = (
+            f"a dictionary of {', '.join(map(repr, content))}" if isinstance(content, dict) else type(content).__name__
+        )
         raise ValueError(
-            f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
+            f"{path} is not a model's checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict', "
+            f"and it has {found[:MAX_REASON]}"
         )
     for name, tensor in content.items():
         wrong = None
@@ -103,7 +109,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
         if wrong is not None:
             raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
-    return content
+    return dict(zip(_own_names(list(content)), content.values(), strict=True))
+
+
+def _own_names(names: list[str]) -> list[str]:
+    """The names of tensors without those of DataParallel (module), torch.compile (_orig_mod) and a common `model`.
+
+    If two names would become the same, all stay as they are.
+    """
+    own = [re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name) for name in names]
+    while own and all(name.startswith("model.") for name in own):
+        own = [name.removeprefix("model.") for name in own]
+    return own if len(set(own)) == len(names) else names
 
 
 def _require_memory(path: Path) -> None:
