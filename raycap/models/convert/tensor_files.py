@@ -90,12 +90,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        found = (
-            f"a dictionary of {', '.join(map(repr, content))}" if isinstance(content, dict) else type(content).__name__
-        )
+        found = ", ".join(map(repr, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise ValueError(
-            f"{path} is not a model's checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict', "
-            f"and it has {found[:MAX_REASON]}"
+            f"{path} is not a model's checkpoint: it has {found[:MAX_REASON]}; expected a dictionary of tensors, also "
+            "under 'model' or 'state_dict'"
         )
     for name, tensor in content.items():
         wrong = None
@@ -113,13 +111,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _own_names(names: list[str]) -> list[str]:
-    """The names of tensors without those of DataParallel (module), torch.compile (_orig_mod) and a common `model`.
+    """The names of tensors without `_orig_mod` of torch.compile, and without `module` or `model` before all of them.
 
-    If two names would become the same, all stay as they are.
+    DataParallel adds `module`. If two names would become the same, all stay as they are.
     """
-    own = [re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name) for name in names]
-    while own and all(name.startswith("model.") for name in own):
-        own = [name.removeprefix("model.") for name in own]
+    own = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in names]
+    for wrapper in 3 * ("module.", "model."):
+        if all(name.startswith(wrapper) for name in own):
+            own = [name.removeprefix(wrapper) for name in own]
     return own if len(set(own)) == len(names) else names
 
 

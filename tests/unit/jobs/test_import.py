@@ -181,9 +181,9 @@ def test_what_is_no_checkpoint_of_the_system_is_told_truly(tmp_path: Path) -> No
         (part, f"has {len(part)} tensors, first 'encoders.0.*lacks 'input_linear.weight' of ExpansionNet v2; it is of"),
         (other, "first 'decoder.fc.weight', and lacks 'input_linear.weight' of ExpansionNet v2; it is of another"),
         ({}, "the checkpoint has no tensor, and lacks"),
-        (optimizer, "it has a dictionary of 'state', 'param_groups'$"),
-        ({"optimizer_state_dict": optimizer, "epoch": 3}, "a dictionary of 'optimizer_state_dict', 'epoch'$"),
-        ([1], "it has list$"),
+        (optimizer, "it has 'state', 'param_groups'; expected"),
+        ({"optimizer_state_dict": optimizer, "epoch": 3}, "it has 'optimizer_state_dict', 'epoch'; expected"),
+        ([1], "it has a list; expected"),
         (twice, rf"the checkpoint has 'module.*\({len(plain)} unknown\)"),
     ):
         torch.save(content, tmp_path / "checkpoint.pth")
