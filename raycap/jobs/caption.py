@@ -23,7 +23,6 @@ from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
-from raycap.pipeline.data.formats.source import Rows
 from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle, StoredBundle, bundle_digests
@@ -104,10 +103,7 @@ def caption(
     Example: raycap caption photos/ 'more/*.jpg' --model results/models/demo/RUN --json
     """
     log_to_stderr()
-    found = Rows()
-    names = find_images(images, leave_out=found.leave_out)
-    if found.left_out:
-        _print_note(f"left out: {'; '.join(found.left_out)}")
+    names = find_images(images)
     changes = _changes(set_ or (), beam_size, max_length)
     opened = open_bundle("--model", model)
     request = Request(opened, changes, num_results, precision, explain, address, gpus_per_worker, max_workers)

@@ -60,10 +60,9 @@ def check_file(path: Path, module: nn.Module) -> None:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 
-    The tensors may be in nested dictionaries under `model`, `state_dict` or `model_state_dict`. The rest of a training
-    checkpoint (optimizer, scheduler, random states) is left out. Names are without what wrappers of the model add to
-    them (`_own_names`). Raises ValueError for any other content, for a file that this machine could not load, and for a
-    file whose content claims to be larger than the file.
+    The tensors may be in dictionaries under `model`, `state_dict` or `model_state_dict`. The rest of a training
+    checkpoint (optimizer, scheduler, random states), and what wrappers add to names, are left out. Raises ValueError for
+    any other content, for a file that this machine could not load, and for one that claims to be larger than it is.
     """
     try:
         _require_memory(path)
@@ -89,8 +88,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for key in 2 * ("model_state_dict", "state_dict", "model"):  # in any order
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        found = ", ".join(map(repr, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
+    if not isinstance(content, dict) or not content or not all(isinstance(each, Tensor) for each in content.values()):
+        found = ", ".join(map(repr, content)) if isinstance(content, dict) and content else type(content).__name__
         raise ValueError(
             f"{path} is not a model's checkpoint: it has {found[:MAX_REASON]}; expected a dictionary of tensors, also "
             "under 'model' or 'state_dict'"
@@ -107,19 +106,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
         if wrong is not None:
             raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
-    return dict(zip(_own_names(list(content)), content.values(), strict=True))
-
-
-def _own_names(names: list[str]) -> list[str]:
-    """The names of tensors without `_orig_mod` of torch.compile, and without `module` or `model` before all of them.
-
-    DataParallel adds `module`. If two names would become the same, all stay as they are.
-    """
-    own = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in names]
-    for wrapper in 3 * ("module.", "model."):
-        if all(name.startswith(wrapper) for name in own):
-            own = [name.removeprefix(wrapper) for name in own]
-    return own if len(set(own)) == len(names) else names
+    names = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in content]  # without what torch.compile adds
+    for wrapper in 3 * ("module.", "model."):  # DataParallel adds the first one
+        if all(name.startswith(wrapper) for name in names):
+            names = [name.removeprefix(wrapper) for name in names]
+    return dict(zip(names, content.values(), strict=True))
 
 
 def _require_memory(path: Path) -> None:

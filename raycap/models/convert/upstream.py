@@ -134,9 +134,9 @@ class Inferred:
 def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 2) -> tuple[int, ...]:
     """Returns a tensor's shape. Raises ValueError if the tensor is missing or empty, or has another number of axes."""
     if name not in tensors:
-        found = f"{len(tensors)} tensors, first {min(tensors)[:MAX_REASON]!r}" if tensors else "no tensor"
+        found = f"{len(tensors)} tensors (first {min(tensors, default='none')[:MAX_REASON]!r})"
         raise ValueError(
-            f"the checkpoint has {found}, and lacks {name!r} of {system}; it is of another system, or has only a part"
+            f"the checkpoint lacks {name!r} of {system}; its {found} are of another system, or only a part"
         )
     shape = tuple(tensors[name].shape)
     if len(shape) != axes or not all(shape):

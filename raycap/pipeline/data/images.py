@@ -68,9 +68,9 @@ PHOTOMETRIC, TILE_WIDTH, TILE_LENGTH = 262, 322, 323  # tags of a TIFF file
 # grows with the file.
 SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
 MAX_PPM_HEADER = 2**16  # bytes, because Pillow reads the comments of a header byte by byte, at 1 MB per second
-PNG_START, JPEG_START = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
+PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"  # the first bytes of such files
 PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # of a PNG file
-TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\0": "little", b"MM\0*": "big"}  # by the first bytes
+TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\0": "little", b"MM\0*": "big"}
 TIFF_TEXTS = (269, 270, 271, 272, 285, 305, 306, 315, 316)  # tags below 700; the higher ones are metadata as well
 
 
@@ -212,7 +212,13 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise BadImage("empty file")
     with _bad_images():
-        return _decode(data, max_pixels)
+        try:
+            image = _load(data, max_pixels)
+        except Exception:  # Pillow refuses a file with whole pixels if its metadata are damaged or long
+            image = _load(_without_metadata(data), max_pixels)
+        with suppress(Exception):  # damaged EXIF data count as none
+            ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
 
 
 def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
@@ -244,21 +250,8 @@ def _bad_images() -> Iterator[None]:
         raise BadImage(f"cannot be decoded: {one_line(error)}") from error
 
 
-def _decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The result of `decode_image`. Raises an exception of nearly any type for a damaged file."""
-    try:
-        image = _loaded(data, max_pixels)
-    except BadImage:
-        raise
-    except Exception:  # Pillow refuses a file with whole pixels if its metadata are damaged or long
-        image = _loaded(_without_metadata(data), max_pixels)
-    with suppress(Exception):  # damaged EXIF data count as none
-        ImageOps.exif_transpose(image, in_place=True)
-    return _to_rgb(image)
-
-
-def _loaded(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in a file's bytes, in Pillow's mode. Raises an exception of nearly any type for a damaged file."""
+def _load(data: bytes, max_pixels: int) -> Image.Image:
+    """The image in a file's bytes, of any mode. Raises an exception of nearly any type for a damaged file."""
     if data.startswith(b"P"):
         Image.open(io.BytesIO(data[:MAX_PPM_HEADER]), formats=("PPM",))  # raises an error if the header is longer
     image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -276,23 +269,18 @@ def _without_metadata(data: bytes) -> bytes:
     """
     if data[:4] in TIFF_ORDERS:
         return _tiff_without_metadata(data)
-    is_png = data.startswith(PNG_START)
-    if not is_png and not data.startswith(JPEG_START):
-        return data
-    end = len(PNG_START if is_png else JPEG_START)
-    parts = [data[:end]]
+    form = next((form for form in (PNG, JPEG) if data.startswith(form)), data)
+    parts, end = [form], len(form)
     while end < len(data):
         start, head = end, data[end : end + 10]
-        if is_png:
+        if form == PNG:
             end += 12 + int.from_bytes(head[:4])
             is_kept = head[4:8] in PIXEL_CHUNKS
             if head[4:8] == b"eXIf":
                 is_kept = zlib.crc32(data[start + 4 : end - 4]) == int.from_bytes(data[end - 4 : end])
         elif head[:1] == b"\xff" and head[:2] != SCAN:
             end += 2 + int.from_bytes(head[2:4])
-            is_kept = head[1] < 0xE0 or head[4:] == b"Exif\0\0"
-            if head[1] == 0xEE:  # Adobe's, which tells the colour space
-                is_kept = end - start >= 14
+            is_kept = head[1] < 0xE0 or head[4:] in (b"Exif\0\0", b"Adobe\0")  # Adobe's segment has the colour space
         else:  # the pixels
             end, is_kept = len(data), True
         if is_kept:

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Message
 
-from raycap.pipeline.runtime.names import quoted, shown
+from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.serving.host import RefusedError
 from raycap.pipeline.serving.settings import Limits
 
@@ -125,9 +125,6 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
                 values = [value for _, value in parts.multi_items() if not isinstance(value, str)]
                 images = [await value.read() for value in values]
                 fields = {name: value for name, value in parts.items() if isinstance(value, str)}
-            if "images" in fields:
-                found = f"images is the text {quoted(fields['images'])}"
-                raise RefusedError(422, f"{found}; send the file itself, as curl -F images=@FILE does")
             return form.model_validate(fields | {"images": images})
     except TimeoutError:
         raise RefusedError(408, f"the request did not arrive within {limits.body_s:g} s") from None

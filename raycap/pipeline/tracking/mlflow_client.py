@@ -91,10 +91,7 @@ def _create_database(file: Path) -> None:
 
 
 def experiment_of(client: MlflowClient, config: RunConfig) -> str:
-    """The id of the configured experiment. Creates the experiment if it does not exist.
-
-    Raises UserError if it is deleted. MLflow keeps the name of a deleted experiment.
-    """
+    """The id of the configured experiment, which is created if it does not exist. Raises UserError if it is deleted."""
     name = config.tracking.experiment
     experiment = client.get_experiment_by_name(name)
     if experiment is None:

@@ -61,13 +61,11 @@ class PyfuncModel:
 
 
 def _file_bytes(image: Any) -> bytes:
-    """The image file in a value of column image. Raises BadImage if the type is wrong or the file is too large.
-
-    Base64 may have line ends, the alphabet of URLs and no padding, and may be in a data URL.
-    """
+    """The image file in a value of column image. Raises BadImage if the type is wrong or the file is too large."""
     if not isinstance(image, (str, bytes, bytearray, memoryview)):
         raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
-    if isinstance(image, str) and len(image) <= 2 * MAX_IMAGE_BYTES:  # base64 writes three bytes as four characters
+    if isinstance(image, str) and len(image) <= 2 * MAX_IMAGE_BYTES:
+        # Base64 may be in a data URL, in lines, without padding, and have the alphabet for URLs.
         code = "".join(re.sub(r"\A\s*data:[^,]*;base64,", "", image).split()).rstrip("=")
         try:
             image = base64.b64decode(code.replace("-", "+").replace("_", "/") + -len(code) % 4 * "=", validate=True)

@@ -163,7 +163,7 @@ def test_images_of_a_folder_are_those_behind_links_and_not_hidden(
     for name in ("._a.jpg", ".ipynb_checkpoints/a-checkpoint.jpg", "b/.thumbs/a.jpg", "notes.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"no image")
-    links = {"images/more": "../other", "images/b/up": "..", "images/again": "b", "images/lost.png": "none.png"}
+    links = {"images/more": "../other", "images/b/up": "..", "images/again": "b"}
     for link, target in links.items():
         Path(link).symlink_to(target)
     expected = [str(images[0]), str(folder / "more" / "deep" / images[1].name)]
@@ -171,9 +171,10 @@ def test_images_of_a_folder_are_those_behind_links_and_not_hidden(
     printed = capsys.readouterr()
     assert [json.loads(line)["image"] for line in printed.out.splitlines()] == expected
     (said,) = printed.err.splitlines()
-    for words in ("3 hidden files", "1 files without the ending of an image", "1 broken links", "links to folders"):
+    for words in ("3 hidden files", "1 files without the ending of an image", "2 links to folders"):
         assert words in said
     assert find_images(["images/", "images/b/*.png", "*/notes.txt"]) == [*expected, "images/notes.txt"]
+    capsys.readouterr()
     assert main(["caption", *expected, "--model", str(bundle), "--json"]) == 0
     assert not capsys.readouterr().err
 
