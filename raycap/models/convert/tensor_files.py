@@ -61,8 +61,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 
     The tensors may be in dictionaries under `model`, `state_dict` or `model_state_dict`. The rest of a training
-    checkpoint (optimizer, scheduler, random states), and what wrappers add to names, are left out. Raises ValueError for
-    any other content, for a file that this machine could not load, and for one that claims to be larger than it is.
+    checkpoint (optimizer, scheduler, random states) is left out, as are the parts of names that wrappers add. Raises
+    ValueError for other content, for a file that this machine could not load or that claims to be larger than it is.
     """
     try:
         _require_memory(path)
