@@ -130,11 +130,28 @@ def test_scoring_requests_give_the_captions_of_the_service(
         same(json.loads(answer.response)["predictions"], registered.expected)
 
 
+def test_base64_in_any_form_gives_the_caption(registered: Registered) -> None:
+    """The bytes after the image need the last characters of the alphabet, and padding."""
+    data = registered.images[0].read_bytes() + 3 * b"\xfb\xff\xfe"
+    data += bytes((1 - len(data)) % 3)
+    plain, lines = base64.b64encode(data).decode(), base64.encodebytes(data).decode()
+    url_safe = base64.urlsafe_b64encode(data).decode()
+    assert plain != url_safe and plain.endswith("=")
+    forms = [plain, lines, lines.replace("\n", "\r\n"), url_safe, plain.rstrip("="), url_safe.rstrip("=")]
+    forms += [f"data:image/png;base64,{plain}", f" data:image/png;name=a.png;base64,{lines}"]
+    found = registered.model.predict({"image": [data, *forms]})
+    assert {row["caption"] for row in found} == {found[0]["caption"]}
+
+
 @pytest.mark.parametrize(
     ("table", "named"),
     [
         ({"image": [b"no image"]}, "row 0"),
-        ({"image": ["no base64!"]}, "row 0: image"),
+        ({"image": ["no base64!"]}, "row 0: image is the text 'no base64!', which is no base64 of a file"),
+        ({"image": ["photos/a.jpg"]}, "row 0: image is the text 'photos/a.jpg'"),
+        ({"image": ["data:image/png,%89PNG"]}, "row 0: image is the text 'data:image/png,%89PNG'"),
+        ({"image": ["abcde"]}, "row 0: image is the text 'abcde'"),
+        ({"image": [""]}, "row 0: empty file"),
         ({"image": [float("nan")]}, "row 0: image is a float"),
         ({"uri": ["/etc/passwd"]}, "needs a column image"),
         ({"image": [b""] * (MAX_ROWS + 1)}, f"at most {MAX_ROWS}"),

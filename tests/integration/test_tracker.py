@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from raycap.pipeline.runs.journal import Journal, read_journal
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking import run_tracker
+from raycap.pipeline.tracking.mlflow_client import experiment_of, tracking_client
 from raycap.pipeline.tracking.run_tracker import NOT_METRICS, SENT_FILE, SENT_KINDS, Tracker
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
@@ -230,3 +232,29 @@ def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path,
         assert not tracker.close("FAILED")
     assert "timed out" in log_lines[0].lower() and "raycap sync" in log_lines[0], log_lines
     assert json.loads((folder.path / SENT_FILE).read_text())[server.url]["ending"] == "FAILED"
+
+
+def test_a_deleted_experiment_or_run_can_be_restored(tmp_path: Path, log_lines: list[str]) -> None:
+    """The run goes on without the tracker, and the line names the remedy, after which `raycap sync` sends the rest."""
+    tracking = {"enabled": True, "experiment": "photos"}
+    folder, _ = prepare_run(tmp_path, tracking=tracking)
+    config = write_config(tmp_path / "run.yaml", small_config(tmp_path, tracking=tracking))
+    client = tracking_client(folder.config)
+    experiment = experiment_of(client, folder.config)
+    client.delete_experiment(experiment)
+    for number, (sent, words) in enumerate(
+        (
+            (False, rf"its experiment photos is deleted; restore it \(mlflow experiments restore -x {experiment}\)"),
+            (True, ""),
+            (False, "the 'active' state. Current state is deleted. Restore it or its experiment in MLflow."),
+        )
+    ):
+        log_lines.clear()
+        Journal(folder.journal, "xe_frozen", number).write("train", number + 1, {"loss": 1.0})
+        if sent:
+            client.restore_experiment(experiment)
+        assert Tracker(folder).close("FAILED") == sent
+        assert main(["sync", str(config)]) == int(not sent)
+        assert re.search(words, log_lines[0]) and ("raycap sync CONFIG" in log_lines[0]) == (not sent)
+        if sent:
+            client.delete_experiment(experiment)

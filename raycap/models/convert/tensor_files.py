@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import resource
 import stat
 import zipfile
@@ -59,9 +60,9 @@ def check_file(path: Path, module: nn.Module) -> None:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 
-    The tensors may be in a dictionary under `model`, `state_dict` or `model_state_dict`. The rest of a training
-    checkpoint (optimizer, scheduler, random states) is left out. Raises ValueError for any other content, for a file
-    that this machine could not load, and for a file whose content claims to be larger than the file.
+    The tensors may be in dictionaries under `model`, `state_dict` or `model_state_dict`. The rest of a training
+    checkpoint (optimizer, scheduler, random states) is left out, as are the parts of names that wrappers add. Raises
+    ValueError for other content, for a file that this machine could not load or that claims to be larger than it is.
     """
     try:
         _require_memory(path)
@@ -84,12 +85,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
     except Exception as error:  # a damaged file can raise almost any exception
         raise ValueError(f"{path} is no readable checkpoint ({reason_of(error)})") from error
-    for key in ("model_state_dict", "state_dict", "model"):
+    for key in 2 * ("model_state_dict", "state_dict", "model"):  # in any order
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not content or not all(isinstance(each, Tensor) for each in content.values()):
+        found = ", ".join(map(repr, content)) if isinstance(content, dict) and content else type(content).__name__
         raise ValueError(
-            f"{path} is not a checkpoint: expected a dictionary of tensors, also under 'model' or 'state_dict'"
+            f"{path} is not a model's checkpoint: it has {found[:MAX_REASON]}; expected a dictionary of tensors, also "
+            "under 'model' or 'state_dict'"
         )
     for name, tensor in content.items():
         wrong = None
@@ -103,7 +106,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             wrong = f"its shape {tuple(tensor.shape)} claims more than the file holds"
         if wrong is not None:
             raise ValueError(f"{path}: the tensor {name!r} is refused: {wrong}")
-    return content
+    names = [re.sub(r"(?<![^.])_orig_mod\.", "", name) for name in content]  # without what torch.compile adds
+    for wrapper in 3 * ("module.", "model."):  # DataParallel adds the first one
+        if all(name.startswith(wrapper) for name in names):
+            names = [name.removeprefix(wrapper) for name in names]
+    return dict(zip(names, content.values(), strict=True))
 
 
 def _require_memory(path: Path) -> None:

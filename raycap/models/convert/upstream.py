@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raycap.models.config import ExpansionNetConfig, MeshedMemoryConfig, ModelConfig, Values, read_number
-from raycap.models.convert.tensor_files import name_problems
+from raycap.models.convert.tensor_files import MAX_REASON, name_problems
 
 PUBLISHED_HEADS = 8
 PUBLISHED_WIDTH = 512
@@ -134,7 +134,10 @@ class Inferred:
 def shape_of(tensors: Mapping[str, Tensor], system: str, name: str, axes: int = 2) -> tuple[int, ...]:
     """Returns a tensor's shape. Raises ValueError if the tensor is missing or empty, or has another number of axes."""
     if name not in tensors:
-        raise ValueError(f"the checkpoint is no {system}: it has no {name!r} among {len(tensors)} tensors")
+        found = f"{len(tensors)} tensors (first {min(tensors, default='none')[:MAX_REASON]!r})"
+        raise ValueError(
+            f"the checkpoint lacks {name!r} of {system}; its {found} are of another system, or only a part"
+        )
     shape = tuple(tensors[name].shape)
     if len(shape) != axes or not all(shape):
         raise ValueError(f"the checkpoint's {name!r} has shape {shape}; expected {axes} axes, none of them empty")

@@ -7,46 +7,51 @@ Pillow's images and arrays.
 from __future__ import annotations
 
 import glob
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, is_image, matching
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, is_image, matching
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.storage.path import join, storage_path
+from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions, is_remote
 
 ImageSource = str | Path | bytes | bytearray | memoryview | Image.Image | np.ndarray
 MAX_PIXELS = 100_000_000  # default limit of width x height; larger images are refused
+logger = logging.getLogger(__name__)
 
 
 def find_images(arguments: Sequence[str], options: StorageOptions = StorageOptions()) -> list[str]:
     """Paths and URIs of the images that the arguments name, in the arguments' order, each once.
 
-    For a folder or prefix, these are all images below it (`is_image`), sorted. In a pattern, * and ? do not match a /,
-    and ** matches any number of folders. Raises UserError for a missing file or folder, and for a folder, prefix or
-    pattern without an image.
+    For a folder or prefix, these are all images below it (`is_image`), also behind links to folders, but not in hidden
+    folders, sorted. In a pattern, * and ? do not match a /, and ** matches any number of folders. Raises UserError for
+    a missing file or folder, and for a folder, prefix or pattern without an image. Logs what is left out of folders.
     """
-    images: dict[str, None] = {}
+    images, rows = dict[str, None](), Rows()
     for argument in arguments:
-        names = _find_remote(argument, options) if is_remote(argument) else _find_local(argument)
+        find = _find_remote if is_remote(argument) else _find_local
+        names = find(storage_path(argument, options), argument, rows)
         if not names:
             raise UserError(f"{argument}: no image found there; the endings are {', '.join(IMAGE_ENDINGS)}")
         images |= dict.fromkeys(names)
+    if rows.left_out:
+        logger.info(f"left out  {'; '.join(rows.left_out)}")
     return list(images)
 
 
-def _find_local(argument: str) -> list[str]:
+def _find_local(place: StoragePath, argument: str, rows: Rows) -> list[str]:
     """The images that a local argument names: a file, those in a folder, or the files that match a pattern.
 
     Raises UserError if there is no such file or folder.
     """
     path = Path(argument)
     if path.is_dir():
-        return [str(file) for file in sorted(path.rglob("*")) if is_image(file.name) and file.is_file()]
+        return [str(path / name) for name in _find_below(place, rows)]
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
@@ -55,17 +60,25 @@ def _find_local(argument: str) -> list[str]:
     raise UserError(f"{argument}: no such file or folder")
 
 
-def _find_remote(argument: str, options: StorageOptions) -> list[str]:
+def _find_remote(place: StoragePath, argument: str, rows: Rows) -> list[str]:
     """The URIs that an argument on S3 names: an object, the objects that match a pattern, or all images below it."""
-    place = storage_path(argument, options)
     place.require_answer()
     if glob.has_magic(argument) and not place.exists():
         bucket, _, pattern = argument.removeprefix("s3://").partition("/")
-        root = storage_path(f"s3://{bucket}", options)
+        root = storage_path(f"s3://{bucket}", place.options)
         return [join(root.uri, name) for name in matching(root, pattern)]
     if is_image(argument):
         return [place.uri]  # not looked up here, because reading a missing object raises an error anyway
-    return [join(place.uri, name) for name in sorted(place.list()) if is_image(name)]
+    return [join(place.uri, name) for name in _find_below(place, rows)]
+
+
+def _find_below(folder: StoragePath, rows: Rows) -> list[str]:
+    """The relative names of the images below a folder, sorted by their parts. `rows` counts what is left out."""
+    names = sorted(folder.names(rows.leave_out), key=lambda name: name.split("/"))
+    images = [name for name in names if is_image(name) and "/." not in f"/{name}"]
+    for name in sorted({*names} - {*images}):
+        rows.leave_out("hidden files" if "/." in f"/{name}" else "files without the ending of an image", name)
+    return images
 
 
 def load_image(

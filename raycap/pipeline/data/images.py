@@ -24,12 +24,13 @@ import itertools
 import re
 import threading
 import warnings
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -59,13 +60,18 @@ FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP", "AVIF")
 MAX_WEBP_SHARE = 0.5  # fraction of `max_pixels`, because Pillow needs 16 bytes per pixel of WebP, 8 of other formats
 MAX_SIDE = 2**20  # pixels, because resizing takes 16 bytes for each pixel of a side
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")  # Pillow's modes of one channel with more than 8 bits
+MAX_UNIT_FLOAT = 2.0  # floats up to here are those of 0 (black) to 1 (white); resizing can give a little more than 1
 STRIP_PIXELS = 2**20  # pixels that `_to_rgb` converts at a time
-TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of a TIFF file
+PHOTOMETRIC, TILE_WIDTH, TILE_LENGTH = 262, 322, 323  # tags of a TIFF file
 # The scans of a JPEG file are limited, because Pillow decodes all pixels once per scan, and a scan may have only 200
 # bytes. Photographs have about 10 scans at most. One in 65,536 pairs of other bytes equals SCAN by chance, so the limit
 # grows with the file.
 SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
 MAX_PPM_HEADER = 2**16  # bytes, because Pillow reads the comments of a header byte by byte, at 1 MB per second
+PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"  # the first bytes of such files
+PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # of a PNG file
+TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\0": "little", b"MM\0*": "big"}
+TIFF_TEXTS = (269, 270, 271, 272, 285, 305, 306, 315, 316)  # tags below 700; the higher ones are metadata as well
 
 
 class BadImage(Exception):
@@ -206,14 +212,23 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise BadImage("empty file")
     with _bad_images():
-        return _decode(data, max_pixels)
+        try:
+            image = _load(data, max_pixels)
+        except Exception:  # Pillow refuses a file with whole pixels if its metadata are damaged or long
+            image = _load(_without_metadata(data), max_pixels)
+        with suppress(Exception):  # damaged EXIF data count as none
+            ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
 
 
 def convert_image(image: Image.Image, max_pixels: int) -> Image.Image:
     """An RGB copy of a Pillow image, rotated by its EXIF data and blended with white. Raises BadImage."""
     with _bad_images():
         _require_size(image, max_pixels)
-        return _to_rgb(ImageOps.exif_transpose(image))
+        image.load()
+        with suppress(Exception):  # damaged EXIF data count as none
+            image = ImageOps.exif_transpose(image)
+        return _to_rgb(image)
 
 
 @contextmanager
@@ -235,8 +250,8 @@ def _bad_images() -> Iterator[None]:
         raise BadImage(f"cannot be decoded: {one_line(error)}") from error
 
 
-def _decode(data: bytes, max_pixels: int) -> Image.Image:
-    """The result of `decode_image`. Raises an exception of nearly any type for a damaged file."""
+def _load(data: bytes, max_pixels: int) -> Image.Image:
+    """The image in a file's bytes, of any mode. Raises an exception of nearly any type for a damaged file."""
     if data.startswith(b"P"):
         Image.open(io.BytesIO(data[:MAX_PPM_HEADER]), formats=("PPM",))  # raises an error if the header is longer
     image = Image.open(io.BytesIO(data), formats=FORMATS)
@@ -244,8 +259,45 @@ def _decode(data: bytes, max_pixels: int) -> Image.Image:
     if isinstance(image, JpegImageFile) and data.count(SCAN) > MAX_SCANS + len(data) // BYTES_PER_FURTHER_SCAN:
         raise BadImage(f"a JPEG file of {data.count(SCAN)} scans, which would take long to decode")
     image.load()
-    ImageOps.exif_transpose(image, in_place=True)
-    return _to_rgb(image)
+    return image
+
+
+def _without_metadata(data: bytes) -> bytes:
+    """A PNG, JPEG or TIFF file without colour profile, texts and other metadata that pixels do not need.
+
+    EXIF data of PNG and JPEG files are kept for the orientation. Bytes of another format are returned as they are.
+    """
+    if data[:4] in TIFF_ORDERS:
+        return _tiff_without_metadata(data)
+    form = next((form for form in (PNG, JPEG) if data.startswith(form)), data)
+    parts, end = [form], len(form)
+    while end < len(data):
+        start, head = end, data[end : end + 10]
+        if form == PNG:
+            end += 12 + int.from_bytes(head[:4])
+            is_kept = head[4:8] in PIXEL_CHUNKS
+            if head[4:8] == b"eXIf":
+                is_kept = zlib.crc32(data[start + 4 : end - 4]) == int.from_bytes(data[end - 4 : end])
+        elif head[:1] == b"\xff" and head[:2] != SCAN:
+            end += 2 + int.from_bytes(head[2:4])
+            is_kept = head[1] < 0xE0 or head[4:] in (b"Exif\0\0", b"Adobe\0")  # Adobe's segment has the colour space
+        else:  # the pixels
+            end, is_kept = len(data), True
+        if is_kept:
+            parts.append(data[start:end])
+    return b"".join(parts)
+
+
+def _tiff_without_metadata(data: bytes) -> bytes:
+    """A TIFF file in which the entries of metadata have the type 0, which readers skip."""
+    order, changed = TIFF_ORDERS[data[:4]], bytearray(data)
+    first = int.from_bytes(data[4:8], order)
+    count = int.from_bytes(data[first : first + 2], order)
+    for start in range(first + 2, first + 2 + 12 * count, 12):
+        tag = int.from_bytes(data[start : start + 2], order)
+        if tag in TIFF_TEXTS or tag >= 700:
+            changed[start + 2 : start + 4] = bytes(2)
+    return bytes(changed)
 
 
 def _require_size(image: Image.Image, max_pixels: int) -> None:
@@ -275,21 +327,29 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     height = max(1, STRIP_PIXELS // image.width)
     boxes = [(0, top, image.width, min(top + height, image.height)) for top in range(0, image.height, height)]
-    white = 255.0
-    if image.mode in DEEP_MODES and np.max([np.asarray(image.crop(box)).max() for box in boxes]) > 255:
-        white = 65535.0
+    black, white = 0.0, 255.0
+    if image.mode in DEEP_MODES:
+        highest = max(np.nan_to_num(np.asarray(image.crop(box)), posinf=0).max() for box in boxes)
+        if image.mode == "F" and highest <= MAX_UNIT_FLOAT:
+            white = 1.0
+        elif highest > 255:
+            white = 65535.0
+        if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0:
+            black, white = white, black  # as Pillow does for at most 8 bits
     rgb = Image.new("RGB", image.size)
     for box in boxes:
-        rgb.paste(_strip_to_rgb(image.crop(box), white), box)
+        rgb.paste(_strip_to_rgb(image.crop(box), black, white), box)
     return rgb
 
 
-def _strip_to_rgb(strip: Image.Image, white: float) -> Image.Image:
-    """A strip of an image as RGB. white: the value of a white pixel if the mode is in DEEP_MODES."""
+def _strip_to_rgb(strip: Image.Image, black: float, white: float) -> Image.Image:
+    """A strip of an image as RGB. black, white: the values of such pixels if the mode is in DEEP_MODES."""
     if strip.mode in DEEP_MODES:
         # More than 8 bits are scaled to 8 bits, as viewers do; Pillow's conversion would clip them at 255.
-        values = np.asarray(strip).astype(np.float64)
-        strip = Image.fromarray(np.clip(values * (255.0 / white) + 0.5, 0, 255).astype(np.uint8))
+        values = np.nan_to_num(np.asarray(strip).astype(np.float64))
+        values[values == strip.info.get("transparency")] = white
+        scaled = (values - black) * (255.0 / (white - black)) + 0.5
+        strip = Image.fromarray(np.clip(scaled, 0, 255).astype(np.uint8))
     if strip.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in strip.info:
         layer = strip.convert("RGBA")
         background = Image.new("RGBA", layer.size, (255, 255, 255, 255))

@@ -152,8 +152,8 @@ def track_search(search: Search, folder: Path, records: Sequence[TrialRecord]) -
         client.set_terminated(parent, "FINISHED" if any(record.state != "failed" for record in records) else "FAILED")
     except Exception as error:
         logger.warning(
-            f"tracker: {public_uri(config)} cannot be reached ({reason_of(error)}); the results are in {folder}, and "
-            "the same command sends them"
+            f"tracker: {public_uri(config)} does not accept everything ({reason_of(error)}); the results are in "
+            f"{folder}, and the same command sends them"
         )
     else:
         logger.info(f"tracking     {public_uri(config)}")

@@ -123,7 +123,7 @@ class Server:
         """The image files of a request. Raises RefusedError if there are none, too many, or one is too large."""
         count, limits = len(form.images), self.limits
         if count < 1:
-            raise RefusedError(422, "the request has no image; send one or more")
+            raise RefusedError(422, "the request has no image file; send one or more, as curl -F images=@FILE does")
         if count > limits.images:
             raise RefusedError(413, f"the request has {count} images, more than {limits.images}; send fewer")
         for number, data in enumerate(form.images):

@@ -117,7 +117,7 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
     content_type = request.headers.get("content-type", "missing")
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
-        raise RefusedError(415, f"Content-Type is {shown(content_type)}; send multipart/form-data")
+        raise RefusedError(415, f"Content-Type is {shown(content_type)}; send image files as multipart/form-data")
     try:
         async with asyncio.timeout(limits.body_s):
             sizes = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}

@@ -13,6 +13,7 @@ from urllib.parse import quote, unquote
 
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.secrets import split_userinfo, without_secrets
 from raycap.pipeline.storage.atomic import atomic_path, file_lock
 from raycap.pipeline.storage.s3 import is_remote
@@ -53,7 +54,8 @@ def public_uri(config: RunConfig) -> str:
 def reason_of(error: Exception) -> str:
     """The first line of an error of the tracker, without secrets, or the error's type if it has no text."""
     lines = without_secrets(str(error)).splitlines()
-    return lines[0] if lines else type(error).__name__
+    reason = lines[0] if lines else type(error).__name__
+    return f"{reason} Restore it or its experiment in MLflow." if reason.endswith("state is deleted.") else reason
 
 
 def tracking_client(config: RunConfig) -> MlflowClient:
@@ -97,11 +99,15 @@ def _create_database(file: Path) -> None:
 
 
 def experiment_of(client: MlflowClient, config: RunConfig) -> str:
-    """The id of the configured experiment. Creates the experiment if it does not exist."""
-    experiment = client.get_experiment_by_name(config.tracking.experiment)
-    if experiment is not None:
-        return experiment.experiment_id
-    return client.create_experiment(config.tracking.experiment, artifact_location=artifact_location(config))
+    """The id of the configured experiment, which is created if it does not exist. Raises UserError if it is deleted."""
+    name = config.tracking.experiment
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return client.create_experiment(name, artifact_location=artifact_location(config))
+    if experiment.lifecycle_stage == "deleted":
+        remedy = f"restore it (mlflow experiments restore -x {experiment.experiment_id})"
+        raise UserError(f"its experiment {name} is deleted; {remedy}, or set tracking.experiment to another name")
+    return experiment.experiment_id
 
 
 def artifact_location(config: RunConfig) -> str | None:

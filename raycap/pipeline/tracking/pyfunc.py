@@ -7,6 +7,7 @@ MLflow, so that a served model needs few packages.
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import BATCH_SIZE, CaptionService
 from raycap.pipeline.evaluation.results import ImageCaption
+from raycap.pipeline.runtime.names import quoted
 
 MAX_IMAGE_BYTES = 32 * 2**20  # of an image file, because a hostile file may take a decoder a microsecond per byte
 MAX_ROWS = 10_000  # in one call of `predict`, as many as Spark sends at a time
@@ -62,17 +64,16 @@ def _file_bytes(image: Any) -> bytes:
     """The image file in a value of column image. Raises BadImage if the type is wrong or the file is too large."""
     if not isinstance(image, (str, bytes, bytearray, memoryview)):
         raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
-    longest = MAX_IMAGE_BYTES
-    if isinstance(image, str):  # base64 writes three bytes as four characters
-        longest = 4 * MAX_IMAGE_BYTES // 3 + 4
-    if len(image) > longest:
+    if isinstance(image, str) and len(image) <= 2 * MAX_IMAGE_BYTES:
+        # Base64 may be in a data URL, in lines, without padding, and have the alphabet for URLs.
+        code = "".join(re.sub(r"\A\s*data:[^,]*;base64,", "", image).split()).rstrip("=")
+        try:
+            image = base64.b64decode(code.replace("-", "+").replace("_", "/") + -len(code) % 4 * "=", validate=True)
+        except ValueError as error:
+            raise BadImage(f"image is the text {quoted(image)}, which is no base64 of a file") from error
+    if len(image) > MAX_IMAGE_BYTES:
         raise BadImage(f"image is larger than {MAX_IMAGE_BYTES} bytes")
-    if not isinstance(image, str):
-        return bytes(image)
-    try:
-        return base64.b64decode(image, validate=True)
-    except ValueError as error:
-        raise BadImage("image is text, but no base64 of a file") from error
+    return bytes(image)
 
 
 def _load_pyfunc(path: str, model_config: Values | None = None) -> PyfuncModel:

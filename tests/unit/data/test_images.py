@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import random
 import struct
 import subprocess
 import sys
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +120,134 @@ def test_damaged_files_give_an_image_or_a_reason() -> None:
                 continue
             assert image.mode == "RGB" and image.width * image.height <= 10_000, name
     assert num_bad > 100
+
+
+def chunk(kind: bytes, data: bytes, crc: int = 0) -> bytes:
+    """A chunk of a PNG file. crc: bits of the check sum that are wrong."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data) ^ crc)
+
+
+def segment(marker: int, data: bytes) -> bytes:
+    """A segment of a JPEG file."""
+    return struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data
+
+
+def inserted(data: bytes, place: int, parts: Mapping[str, bytes]) -> list[bytes]:
+    return [data[:place] + part + data[place:] for part in parts.values()]
+
+
+LONG = zlib.compress(bytes(3 * 2**20))
+# {name: parts of a file that are damaged, or longer than Pillow accepts}
+PNG_PARTS = {
+    "EXIF": chunk(b"eXIf", b"nonsense"),
+    "check sum of EXIF": chunk(b"eXIf", b"II*\0\x08\0\0\0\0\0", crc=1),
+    "EXIF in text": chunk(b"tEXt", b"Raw profile type exif\0\nexif\n  12\nzz"),
+    "long text": chunk(b"zTXt", b"workflow\0\0" + LONG),
+    "long XMP": chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\0\0\0" + LONG),
+    "long profile": chunk(b"iCCP", b"p\0\0" + LONG),
+    "cut profile": chunk(b"iCCP", b"p"),
+    "cut gamma": chunk(b"gAMA", b""),
+    "cut resolution": chunk(b"pHYs", bytes(3)),
+    "check sum of the time": chunk(b"tIME", bytes(7), crc=1),
+    "cut animation": chunk(b"acTL", b"") + chunk(b"fcTL", bytes(26)),
+}
+JPEG_PARTS = {
+    "EXIF": segment(0xE1, b"Exif\0\0nonsense"),
+    "cut JFIF": segment(0xE0, b"JFIF\0"),
+    "cut profile": segment(0xE2, b"ICC_PROFILE\0"),
+    "cut Photoshop": segment(0xED, b"Photoshop 3.0\x008BIM\3\xed"),
+    "cut Adobe": segment(0xEE, b"Adobe"),
+}
+
+
+def with_damaged_metadata(form: str) -> list[bytes]:
+    plain = encoded(example(), format=form)
+    if form == "PNG":
+        return [one for mark in (b"IDAT", b"IEND") for one in inserted(plain, plain.index(mark) - 4, PNG_PARTS)]
+    if form == "JPEG":
+        return inserted(plain, 2, JPEG_PARTS)
+    if form == "WEBP":
+        return [encoded(example(), format=form, exif=b"nonsense", xmp=b"<", icc_profile=b"p")]
+    files = []
+    for compression in (None, "tiff_lzw"):  # read by Pillow and by libtiff
+        data = encoded(example(), format=form, description=20 * "d", compression=compression)
+        entry = data.index(struct.pack("<HHI", 270, 2, 21))
+        files.append(data[: entry + 8] + b"\xff\xff\xff\x7f" + data[entry + 12 :])  # behind the end of the file
+    return files
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF", "WEBP"])
+def test_damaged_metadata_hide_no_pixels(form: str) -> None:
+    if form in CODECS and not features.check(CODECS[form]):
+        pytest.skip(f"this Pillow has no {form}")
+    for number, data in enumerate(with_damaged_metadata(form)):
+        expected = decode_image(encoded(example(), format=form), 10_000)
+        assert decode_image(data, 10_000).tobytes() == expected.tobytes(), number
+        with pytest.raises(BadImage, match="24 x 18 pixels, more than .*431"):
+            decode_image(data, 431)
+        end = {"PNG": data.find(b"IDAT") + 40, "JPEG": len(data) - 40}.get(form, len(data) // 2)
+        with pytest.raises(BadImage):
+            decode_image(data[:end], 10_000)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_damaged_metadata_do_not_hide_the_orientation(form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    data = encoded(example(), format=form, exif=exif)
+    place, part = (33, PNG_PARTS["long text"]) if form == "PNG" else (2, JPEG_PARTS["cut profile"])
+    assert decode_image(data[:place] + part + data[place:], 10_000).tobytes() == decode_image(data, 10_000).tobytes()
+
+
+def gray_tiff(kind: str, values: list[float], photometric: int = 1) -> bytes:
+    """A TIFF file of one row of gray values. kind: that of `struct`. photometric: 0 if 0 is white."""
+    pixels = struct.pack(f"<{len(values)}{kind}", *values)
+    entries = [(256, 4, len(values)), (257, 4, 1), (258, 3, 8 * struct.calcsize(kind)), (262, 3, photometric)]
+    entries += [(273, 4, 126), (277, 3, 1), (278, 4, 1), (279, 4, len(pixels)), (339, 3, 3 if kind == "f" else 1)]
+    body = b"".join(struct.pack("<HHII", tag, size, 1, value) for tag, size, value in entries)
+    return (b"II*\0" + struct.pack("<IH", 8, len(entries)) + body).ljust(126, b"\0") + pixels
+
+
+def png(depth: int, color: int, row: bytes, *chunks: bytes) -> bytes:
+    """A PNG file of one row of two pixels."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, depth, color, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + b"".join(chunks)
+        + chunk(b"IDAT", zlib.compress(b"\0" + row))
+        + chunk(b"IEND", b"")
+    )
+
+
+COLORS = chunk(b"PLTE", bytes([10, 20, 30, 40, 50, 60]))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (gray_tiff("f", [0.0, 0.5, 1.0]), [0, 128, 255]),
+        (gray_tiff("f", [-0.1, 0.5, 1.1]), [0, 128, 255]),
+        (gray_tiff("f", [math.nan, 0.5, math.inf]), [0, 128, 255]),
+        (gray_tiff("f", [0.0, 128.0, 255.0]), [0, 128, 255]),
+        (gray_tiff("f", [0.0, 32768.0, 65535.0]), [0, 128, 255]),
+        (gray_tiff("f", [0.0, 0.5, 1.0], photometric=0), [255, 128, 0]),
+        (gray_tiff("H", [0, 32768, 65535]), [0, 128, 255]),
+        (gray_tiff("H", [0, 32768, 65535], photometric=0), [255, 127, 0]),
+        (gray_tiff("B", [0, 128, 255], photometric=0), [255, 127, 0]),
+        (png(1, 0, b"\x40"), [0, 255]),
+        (png(1, 0, b"\x40", chunk(b"tRNS", b"\0\0")), [255, 255]),
+        (png(16, 0, struct.pack(">HH", 0, 32768)), [0, 128]),
+        (png(16, 0, struct.pack(">HH", 0, 32768), chunk(b"tRNS", b"\0\0")), [255, 128]),
+        (png(8, 4, bytes([100, 255, 100, 0])), [100, 255]),
+        (png(8, 3, b"\0\1", COLORS, chunk(b"tRNS", b"\xff\0")), [[10, 20, 30], 255]),
+        (png(8, 3, b"\0\1", COLORS, chunk(b"tRNS", b"\xff\x80")), [[10, 20, 30], [147, 152, 157]]),
+        (encoded(Image.new("CMYK", (1, 1), (255, 0, 0, 0)), format="TIFF"), [[0, 255, 255]]),
+    ],
+)
+def test_colors_are_those_of_a_viewer(data: bytes, expected: list[Any]) -> None:
+    row = np.asarray(decode_image(data, 100))[0]
+    assert row.tolist() == [[value] * 3 if isinstance(value, int) else value for value in expected]
 
 
 def test_a_strip_has_the_colors_of_the_whole_image(monkeypatch: pytest.MonkeyPatch) -> None:

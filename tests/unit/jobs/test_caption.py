@@ -154,10 +154,29 @@ def test_an_output_on_s3_is_written_in_parts_and_continued(
         caption(names, str(bundle), out=place.uri, beam_size=2)
 
 
-def test_hidden_files_of_a_folder_are_no_images(tmp_path: Path) -> None:
-    names = write_images(tmp_path / "images", 2)
-    (tmp_path / "images" / f"._{Path(names[0]).name}").write_bytes(b"made by macOS")
-    assert find_images([str(tmp_path / "images")]) == sorted(names)
+def test_images_of_a_folder_are_those_behind_links_and_not_hidden(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("images")
+    images = [Path(name) for name in (*write_images(folder / "b", 1), *write_images(tmp_path / "other" / "deep", 1))]
+    for name in ("._a.jpg", ".ipynb_checkpoints/a-checkpoint.jpg", "b/.thumbs/a.jpg", "notes.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"no image")
+    links = {"images/more": "../other", "images/b/up": "..", "images/again": "b"}
+    for link, target in links.items():
+        Path(link).symlink_to(target)
+    expected = [str(images[0]), str(folder / "more" / "deep" / images[1].name)]
+    assert main(["caption", "images", "--model", str(bundle), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line)["image"] for line in printed.out.splitlines()] == expected
+    (said,) = printed.err.splitlines()
+    for words in ("3 hidden files", "1 files without the ending of an image", "2 links to folders"):
+        assert words in said
+    assert find_images(["images/", "images/b/*.png", "*/notes.txt"]) == [*expected, "images/notes.txt"]
+    capsys.readouterr()
+    assert main(["caption", *expected, "--model", str(bundle), "--json"]) == 0
+    assert not capsys.readouterr().err
 
 
 def test_a_failure_of_the_storage_is_no_error_of_an_image(

@@ -18,7 +18,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.upstream import read_expansionnet_vocabulary
 from tests.support.golden import EXPANSIONNET as GOLDEN
-from tests.support.golden import EXPANSIONNET_SETTINGS, SWIN_SETTINGS
+from tests.support.golden import EXPANSIONNET_SETTINGS, MESHED_MEMORY, SWIN_SETTINGS
 
 SWIN, SETTINGS = GOLDEN / "swin_microsoft_format.pth", list(EXPANSIONNET_SETTINGS)
 
@@ -142,6 +142,53 @@ def test_tensors_that_are_not_what_they_seem_are_refused(
     with pytest.raises(UserError, match=words):
         importing(tmp_path, checkpoint=tmp_path / "crafted.pth")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("prefix", "keys"),
+    [
+        ("module.", ["model_state_dict"]),
+        ("_orig_mod.", []),
+        ("module._orig_mod.", ["state_dict"]),
+        ("_orig_mod.module.", ["model", "state_dict"]),
+        ("model.", ["state_dict", "model"]),
+        ("module.model._orig_mod.", ["state_dict"]),
+        ("", ["model", "model_state_dict"]),
+    ],
+)
+def test_wrappers_of_the_model_do_not_matter(tmp_path: Path, prefix: str, keys: list[str]) -> None:
+    """The backbone may be compiled by itself, so that `_orig_mod` is in the middle of names."""
+    plain = read_tensors(GOLDEN / "end_to_end_checkpoint.pth")
+    inner = [name.replace("swin_transf.", "swin_transf._orig_mod.") if prefix == "module." else name for name in plain]
+    content: Any = {prefix + name: tensor for name, tensor in zip(inner, plain.values(), strict=True)}
+    for key in reversed(keys):
+        content = {key: content, "epoch": 3, "optimizer": {"state": {}, "param_groups": []}}
+    torch.save(content, tmp_path / "wrapped.pth")
+    overrides = [*SETTINGS, *SWIN_SETTINGS]
+    importing(tmp_path, checkpoint=tmp_path / "wrapped.pth", overrides=overrides)
+    importing(tmp_path, checkpoint=GOLDEN / "end_to_end_checkpoint.pth", overrides=overrides, out=tmp_path / "plain")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "plain")]
+    assert weights[0] == weights[1]
+
+
+def test_what_is_no_checkpoint_of_the_system_is_told_truly(tmp_path: Path) -> None:
+    plain = read_tensors(GOLDEN / "checkpoint.pth")
+    part = {name: tensor for name, tensor in plain.items() if name.startswith("encoders.")}
+    other = read_tensors(MESHED_MEMORY / "checkpoint.pth")
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]).state_dict()
+    twice = plain | {f"module.{name}": tensor for name, tensor in plain.items()}
+    for content, message in (
+        (part, rf"lacks 'input_linear.weight' of ExpansionNet v2; its {len(part)} tensors \(first 'encoders.0"),
+        (other, r"first 'decoder.fc.weight'\) are of another system, or only a part"),
+        ({}, "it has dict; expected"),
+        (optimizer, "it has 'state', 'param_groups'; expected"),
+        ({"optimizer_state_dict": optimizer, "epoch": 3}, "it has 'optimizer_state_dict', 'epoch'; expected"),
+        ([1], "it has list; expected"),
+        (twice, rf"the checkpoint has 'module.*\({len(plain)} unknown\)"),
+    ):
+        torch.save(content, tmp_path / "checkpoint.pth")
+        with pytest.raises(UserError, match=message):
+            importing(tmp_path, checkpoint=tmp_path / "checkpoint.pth")
 
 
 def repacked(source: Path, target: Path, method: int, **changes: bytes) -> Path:
