@@ -1,15 +1,16 @@
-"""`python -m raycap` is `raycap`.
-
-Python puts the working folder first on sys.path, so a file timm.py there would be imported instead of the library. The
-folder is removed, unless raycap itself is imported from there.
-"""
+"""`python -m raycap` is `raycap`, which imports nothing from the working folder."""
 
 import sys
 from pathlib import Path
 
-if not sys.flags.safe_path and sys.path[0] != str(Path(__file__).parents[1]):
-    del sys.path[0]
 
-from raycap.jobs.cli import main
+def run() -> int:
+    """Runs a command. Removes the working folder from sys.path first, unless raycap itself is imported from there."""
+    if not sys.flags.safe_path and sys.path[0] != str(Path(__file__).parents[1]):
+        del sys.path[0]
+    from raycap.jobs.cli import main
 
-sys.exit(main())
+    return main()
+
+
+sys.exit(run())

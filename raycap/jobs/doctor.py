@@ -157,10 +157,7 @@ def check_machine(config: RunConfig, on_cluster: bool) -> Iterator[Finding]:
 
 
 def folders(*, needs_cache: bool) -> Iterator[Finding]:
-    """Checks that the folders that raycap and Ray write to can be written and have space.
-
-    needs_cache: True if the storage is on S3. Otherwise a run does without a cache that cannot be written.
-    """
+    """Checks the folders that raycap and Ray write to. needs_cache: True for a storage on S3, as others need none."""
     remedy = "free space, or set RAYCAP_CACHE to a folder that can be written"
     yield space("cache", cache_folder(), remedy, is_needed=needs_cache)
     remedy = "set HOME to a folder that can be written; libraries keep their files there"

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,10 +33,10 @@ from raycap.pipeline.storage.atomic import require_writable
 from raycap.pipeline.version import package_folder
 
 OBJECT_STORE_BYTES = 512 * 2**20  # enough, because workers read features and models from the storage
-REMEDIES = {
+REMEDIES = {  # for folders that Ray cannot write
     "shm": "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)",
     "tmp": "free space, or set RAY_TMPDIR to a folder with a short path that can be written",
-}  # for folders where Ray cannot write
+}
 
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
@@ -187,7 +186,7 @@ def _start_local_ray(num_cpus: int) -> None:
     Raises UserError if Ray could not write its files, and JobFailedError if Ray does not start in time.
     """
     folder = private_folder() / "ray"
-    if sys.platform == "linux":  # without this look, Ray would try for more than a minute
+    if Path("/dev/shm").is_dir():  # without this look, Ray would try for more than a minute
         require_writable("Ray's object store", Path("/dev/shm"), REMEDIES["shm"])
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # children inherit the token, so no file needs it
