@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 
-def run() -> int:
+def main() -> int:
     """Runs a command. Removes the working folder from sys.path first, unless raycap itself is imported from there."""
     if not sys.flags.safe_path and sys.path[0] != str(Path(__file__).parents[1]):
         del sys.path[0]
-    from raycap.jobs.cli import main
+    from raycap.jobs import cli
 
-    return main()
+    return cli.main()
 
 
-sys.exit(run())
+sys.exit(main())

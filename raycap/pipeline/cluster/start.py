@@ -222,7 +222,8 @@ def _import_paths(address: str = "") -> dict[str, Any]:
     from ray.job_config import JobConfig
 
     config = JobConfig()
-    config._runtime_env_has_working_dir = lambda: True  # for Ray, such an environment replaces the working folder
+    # For Ray, an environment with a folder of its own replaces the working folder.
+    config._runtime_env_has_working_dir = lambda: True  # type: ignore[method-assign]
     return {"job_config": config}
 
 
