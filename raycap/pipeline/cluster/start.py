@@ -213,7 +213,7 @@ def _start_local_ray(num_cpus: int) -> None:
 
 
 def _import_paths(address: str = "") -> dict[str, Any]:
-    """The argument of `ray.init` that keeps the working folder off the workers' sys.path, where Ray would put it first.
+    """The argument of `ray.init` that keeps the working folder off the workers' sys.path, as if they had another folder.
 
     If raycap itself is imported from the working folder, workers may need it, too. A Ray client (ray://) sends none.
     """
@@ -222,7 +222,6 @@ def _import_paths(address: str = "") -> dict[str, Any]:
     from ray.job_config import JobConfig
 
     config = JobConfig()
-    # For Ray, an environment with a folder of its own replaces the working folder.
     config._runtime_env_has_working_dir = lambda: True  # type: ignore[method-assign]
     return {"job_config": config}
 
