@@ -213,7 +213,7 @@ def _start_local_ray(num_cpus: int) -> None:
 
 
 def _import_paths(address: str = "") -> dict[str, Any]:
-    """The argument of `ray.init` that keeps the working folder off the workers' sys.path, as if they had another folder.
+    """The argument of `ray.init` that keeps the working folder off the workers' sys.path, as if they had another one.
 
     If raycap itself is imported from the working folder, workers may need it, too. A Ray client (ray://) sends none.
     """
