@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from raycap.jobs.options import Address, Set
 from raycap.models.config import Values
 from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, asks_for, cluster_status
-from raycap.pipeline.cluster.start import cluster_address, connect, stage_resources
+from raycap.pipeline.cluster.start import REMEDIES, check_token_file, cluster_address, connect, stage_resources
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
@@ -141,7 +142,8 @@ def check_machine(config: RunConfig, on_cluster: bool) -> Iterator[Finding]:
     yield same_versions({})
     yield find("torch", torch_pair, "install both from one place, as `uv pip install -r requirements.lock` does")
     yield java()
-    yield from folders()
+    yield from folders(needs_cache=is_remote(config.storage.uri))
+    yield find("token", check_token_file, "")
     if not on_cluster:
         workers, features = config.workers, config.features
         gpus_of_training = workers.num_workers * workers.gpus_per_worker
@@ -154,35 +156,39 @@ def check_machine(config: RunConfig, on_cluster: bool) -> Iterator[Finding]:
     yield find("tracker", partial(tracker, config), remedy, is_needed=False)
 
 
-def folders() -> Iterator[Finding]:
-    """Checks that the folders that raycap and Ray write to can be written and have space."""
-    ray_folder, shared = Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path("/dev/shm")
+def folders(*, needs_cache: bool) -> Iterator[Finding]:
+    """Checks the folders that raycap and Ray write to. needs_cache: True for a storage on S3, as others need none."""
     remedy = "free space, or set RAYCAP_CACHE to a folder that can be written"
-    yield space("cache", cache_folder(), remedy)
+    yield space("cache", cache_folder(), remedy, is_needed=needs_cache)
     remedy = "set HOME to a folder that can be written; libraries keep their files there"
-    yield space("home", Path.home(), remedy, least_gib=0, enough_gib=0)
-    remedy = "free space, or set RAY_TMPDIR to a folder with a short path that can be written"
-    yield space("tmp", ray_folder, remedy, least_gib=0.1, enough_gib=1)
+    yield space("home", Path.home(), remedy, least_gib=0, enough_gib=0, is_needed=False)
+    remedy = "set HF_HOME to a folder that can be written; downloaded weights are kept there"
+    yield space("hub", Path(HF_HUB_CACHE), remedy, least_gib=0, enough_gib=1, is_needed=False)
+    ray_folder, shared = Path(os.environ.get("RAY_TMPDIR", "/tmp")), Path("/dev/shm")
+    yield space("tmp", ray_folder, REMEDIES["tmp"], least_gib=0.1, enough_gib=1)
+    yield find("temp", tempfile.gettempdir, "set TMPDIR to a folder that can be written")
     if shared.is_dir():  # Ray puts its object store there, because it would be slower on a disk
-        remedy = "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)"
-        yield space("shm", shared, remedy, least_gib=0, enough_gib=OBJECT_STORE_GIB)
+        yield space("shm", shared, REMEDIES["shm"], least_gib=0, enough_gib=OBJECT_STORE_GIB)
 
 
-def space(name: str, folder: Path, remedy: str, *, least_gib: float = 1, enough_gib: float = 10) -> Finding:
+def space(
+    name: str, folder: Path, remedy: str, *, least_gib: float = 1, enough_gib: float = 10, is_needed: bool = True
+) -> Finding:
     """Checks that a folder can be written and has free space. The folder need not exist yet.
 
-    Less than `least_gib` GiB are a failure, and less than `enough_gib` GiB a warning.
+    Less than `least_gib` GiB are a failure, if the folder is needed, and less than `enough_gib` GiB a warning.
     """
+    worst: Literal["warn", "fail"] = "fail" if is_needed else "warn"
     try:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         tempfile.TemporaryFile(dir=existing).close()
         free_gib = shutil.disk_usage(existing).free / 2**30
     except OSError as error:  # also if this user may not enter a folder above it, or the name is too long
-        return Finding(name, "fail", f"{folder} cannot be written: {error.strerror}", remedy)
+        return Finding(name, worst, f"{folder} cannot be written: {error.strerror}", remedy)
     text = f"{free_gib:.1f} GiB free for {folder}"
     if free_gib >= enough_gib:
         return Finding(name, "ok", text)
-    return Finding(name, "warn" if free_gib >= least_gib else "fail", text, remedy)
+    return Finding(name, "warn" if free_gib >= least_gib else worst, text, remedy)
 
 
 def torch_pair() -> str:
@@ -279,7 +285,7 @@ def check_node(
     GPUs. place: the storage. probe: the name of a file that the driver has written there.
     """
     findings = [same_versions(expected), gpus(num_gpus, is_needed=uses_gpus), java()]
-    return [*findings, *folders(), storage(place, probe)]
+    return [*findings, *folders(needs_cache=place.is_remote), storage(place, probe)]
 
 
 def check_nodes(config: RunConfig, requests: Requests) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from typer.exceptions import TyperException
 
 from raycap.jobs.cli import COMMANDS
 from raycap.models.config import Values
+from raycap.pipeline.cluster.start import check_token_file
 from raycap.pipeline.config.load import load_config, read_file, referenced_files, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
@@ -109,6 +110,7 @@ def _jobs_server(address: str) -> Iterator[JobSubmissionClient]:
 
     In the `with` block, a refused request raises UserError, and an unreachable server raises JobFailedError.
     """
+    check_token_file()
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # set here, because Ray reads it when it is imported
     for name in ADDRESS_VARIABLES:
         os.environ.pop(name, None)

@@ -27,10 +27,10 @@ import ray
 sockets = {}
 
 @ray.remote
-def pid():
-    return os.getpid()
+def paths():
+    return sys.path
 
-ray.get(pid.remote())
+paths = ray.get(paths.remote())
 time.sleep(3)  # the agents have begun to listen
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
     for each in process.net_connections("inet"):
@@ -38,7 +38,8 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             sockets.setdefault(" ".join(process.cmdline())[:200], []).append(each.laddr.ip)
 from ray._private.worker import _global_node as node
 print(json.dumps({"sockets": sockets, "folder": node.get_session_dir_path(), "mode": os.environ["RAY_AUTH_MODE"],
-    "token": len(os.environ["RAY_AUTH_TOKEN"]), "log": without_secrets("bad: " + os.environ["RAY_AUTH_TOKEN"])}))
+    "paths": paths, "token": len(os.environ["RAY_AUTH_TOKEN"]),
+    "log": without_secrets("bad: " + os.environ["RAY_AUTH_TOKEN"])}))
 """
 
 
@@ -47,13 +48,16 @@ def test_a_local_ray_is_for_this_user_alone(tmp_path: Path) -> None:
     left_out = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     names = " ".join(found["sockets"])
     assert "gcs_server" in names and "raylet" in names and len(found["sockets"]) > 3
     for name, addresses in found["sockets"].items():
         assert {each.removeprefix("::ffff:") for each in addresses} <= {"127.0.0.1", "::1"}, (name, addresses)
+    assert str(tmp_path) not in found["paths"] and "" not in found["paths"], "workers import the files of this folder"
     assert found["mode"] == "token" and found["token"] == 64
     assert found["log"] == "bad: ${RAY_AUTH_TOKEN}"
     assert not (tmp_path / ".ray" / "auth_token").exists(), "Ray would let everybody read it"

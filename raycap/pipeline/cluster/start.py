@@ -17,7 +17,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -29,8 +29,14 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.secrets import remember_variable
 from raycap.pipeline.runtime.stopping import restoring_handlers
+from raycap.pipeline.storage.atomic import require_writable
+from raycap.pipeline.version import package_folder
 
 OBJECT_STORE_BYTES = 512 * 2**20  # enough, because workers read features and models from the storage
+REMEDIES = {  # for folders that Ray cannot write
+    "shm": "start the container with --shm-size=2g or more, and let everybody write there (mode 1777)",
+    "tmp": "free space, or set RAY_TMPDIR to a folder with a short path that can be written",
+}
 
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
@@ -142,6 +148,7 @@ def connect(address: str | None, needed_cpus: int = 0) -> bool:
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_STATE_TRACKING", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         os.environ.setdefault(name, "0")
     check_address(address)
+    check_token_file()
     import ray
 
     cluster = cluster_address(address)
@@ -167,7 +174,7 @@ def _join(address: str) -> None:
             reason = f"nothing answers ({one_line(error)})"
             raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; {remedy}") from error
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **_import_paths(address))
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
         raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; {remedy}") from error
@@ -176,8 +183,11 @@ def _join(address: str) -> None:
 def _start_local_ray(num_cpus: int) -> None:
     """Starts Ray here, for this user alone.
 
-    Raises UserError if another user owns the folder for its files, and JobFailedError if Ray does not start in time.
+    Raises UserError if Ray could not write its files, and JobFailedError if Ray does not start in time.
     """
+    folder = private_folder() / "ray"
+    if Path("/dev/shm").is_dir():  # without this look, Ray would try for more than a minute
+        require_writable("Ray's object store", Path("/dev/shm"), REMEDIES["shm"])
     if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
         os.environ["RAY_AUTH_TOKEN"] = token = secrets.token_hex(32)  # children inherit the token, so no file needs it
         remember_variable("RAY_AUTH_TOKEN", token)
@@ -185,7 +195,6 @@ def _start_local_ray(num_cpus: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import ray
 
-    folder = private_folder() / "ray"
     try:
         ray.init(
             num_cpus=num_cpus,
@@ -194,12 +203,27 @@ def _start_local_ray(num_cpus: int) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=str(folder),
+            **_import_paths(),
         )
     except Exception as error:  # Ray raises no narrower error after its limits, for example on a busy machine
         raise JobFailedError(
             f"Ray did not start ({one_line(error)}); repeat the command, or see the logs in {folder}/session_latest"
         ) from error
     atexit.register(_shut_down)  # runs before Ray's own shutdown, because `ray` registered that earlier
+
+
+def _import_paths(address: str = "") -> dict[str, Any]:
+    """The argument of `ray.init` that keeps the working folder off the workers' sys.path, as if they had another one.
+
+    If raycap itself is imported from the working folder, workers may need it, too. A Ray client (ray://) sends none.
+    """
+    if address.startswith("ray://") or package_folder().parent == Path.cwd():
+        return {}
+    from ray.job_config import JobConfig
+
+    config = JobConfig()
+    config._runtime_env_has_working_dir = lambda: True  # type: ignore[method-assign]
+    return {"job_config": config}
 
 
 def _shut_down() -> None:
@@ -217,12 +241,30 @@ def private_folder() -> Path:
     """Returns the folder for Ray's files, below RAY_TMPDIR or /tmp. Creates it so that only this user can open it.
 
     Ray's default folder, /tmp/ray, is open to everybody. The name is short, because the paths of sockets must be short.
-    Raises UserError if another user owns the folder.
+    Raises UserError if another user owns the folder, or if it cannot be written.
     """
-    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"raycap-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    parent = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    with suppress(OSError):  # the next line names the problem
+        parent.mkdir(parents=True, exist_ok=True)
+    require_writable("Ray's files", parent, REMEDIES["tmp"])
+    folder = parent / f"raycap-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or folder.is_symlink():
         raise UserError(f"{folder}, where Ray keeps its files, belongs to another user; remove it or set RAY_TMPDIR")
     folder.chmod(0o700)
     return folder
+
+
+def check_token_file() -> str:
+    """The file with Ray's token, or "no file". Raises UserError if RAY_AUTH_TOKEN_PATH names a file without a token."""
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if os.environ.get("RAY_AUTH_TOKEN") or not path:
+        return "no file"
+    try:
+        if Path(path).read_bytes().strip():
+            return path
+        problem = "is empty"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise UserError(f"RAY_AUTH_TOKEN_PATH: {shown(path)} {problem}; name the file with Ray's token, or unset it")

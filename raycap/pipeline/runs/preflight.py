@@ -166,6 +166,8 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
         raise JobFailedError(str(error)) from error
     except Exception as error:  # timm and its libraries may raise any error
         reason = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.filename and config.backbone.weights == "pretrained":
+            reason += "; set HF_HOME and TORCH_HOME to folders with space that can be written"
         raise UserError(f"backbone {config.backbone.name} cannot be made: {reason}") from error
 
 

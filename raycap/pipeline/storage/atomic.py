@@ -149,12 +149,10 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def require_writable(name: str, folder: Path) -> None:
+def require_writable(name: str, folder: Path, remedy: str = "correct its permissions or give another folder") -> None:
     """Raises UserError if no file can be created in a folder. name: the key or option that sets the folder."""
     try:
         with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # permission bits can be wrong, as in /proc
             pass
     except OSError as error:
-        raise UserError(
-            f"{name}: {folder} cannot be written ({error.strerror}); correct its permissions or give another folder"
-        ) from error
+        raise UserError(f"{name}: {folder} cannot be written ({error.strerror}); {remedy}") from error

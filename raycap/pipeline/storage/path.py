@@ -286,7 +286,7 @@ def cache_folder() -> Path:
     A missing folder is created for this user alone, because copies of private data in it may be readable by everybody.
     An existing folder keeps its permissions.
     """
-    folder = expanded_path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "raycap")
+    folder = expanded_path(os.environ.get(CACHE_VARIABLE) or "~/.cache/raycap")
     with suppress(OSError):  # a later write reports the problem
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     return folder

@@ -62,10 +62,24 @@ def test_folders_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, place: 
     """As in a container with a read-only file system, and a folder that cannot even be looked up."""
     for variable in ("RAYCAP_CACHE", "HOME", "RAY_TMPDIR"):
         monkeypatch.setenv(variable, place)
-    by_name = {finding.name: finding for finding in doctor.folders()}
-    for name in ("cache", "home", "tmp"):
-        assert by_name[name].level == "fail" and "cannot be written" in by_name[name].text and by_name[name].remedy
+    monkeypatch.setattr(doctor, "HF_HUB_CACHE", place)
+    for needs_cache in (False, True):
+        by_name = {finding.name: finding for finding in doctor.folders(needs_cache=needs_cache)}
+        levels = {"cache": "fail" if needs_cache else "warn", "home": "warn", "hub": "warn", "tmp": "fail"}
+        for name, level in levels.items():
+            assert by_name[name].level == level and "cannot be written" in by_name[name].text and by_name[name].remedy
     assert "/dev/shm" in by_name["shm"].text or not Path("/dev/shm").exists()
+
+
+def test_the_temporary_folder_and_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path)
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(config.storage.uri))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/raycap"])
+    findings = found(config)
+    assert findings["temp"].level == "fail" and "TMPDIR" in findings["temp"].remedy
+    assert findings["token"].level == "fail" and "name the file with Ray's token" in findings["token"].text
 
 
 def test_storage_that_is_a_file_or_read_only(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,16 @@ from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.training.loop import StageJob
-from tests.conftest import small_config
+from tests.conftest import ROOT, small_config
+
+CONNECT = """
+from raycap.pipeline.cluster.start import connect
+from raycap.pipeline.errors import UserError
+try:
+    connect("local")
+except UserError as error:
+    print(error)
+"""
 
 
 @pytest.mark.parametrize("address", ["nonsense", "http://head:8265", "head:6379 x", "x" * 10**5, "ray://"])
@@ -93,6 +103,45 @@ def test_an_address_where_nothing_answers_is_not_left_to_ray(monkeypatch: pytest
         JobFailedError, match=rf"joined at {re.escape(address)}: nothing answers .*; check --address or RAY_ADDRESS$"
     ):
         connect(address)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("RAY_TMPDIR", "file", "file cannot be written (Not a directory); free space, or set RAY_TMPDIR to"),
+        ("RAY_TMPDIR", "/proc/x", "/proc/x cannot be written (No such file or directory); free space"),
+        ("RAY_AUTH_TOKEN_PATH", "absent", "absent cannot be read (No such file or directory); name the file"),
+        ("RAY_AUTH_TOKEN_PATH", "file", "file is empty; name the file with Ray's token"),
+        ("RAY_AUTH_TOKEN_PATH", ".", " cannot be read (Is a directory); name the file"),
+    ],
+)
+def test_what_ray_cannot_use_is_refused_before_ray_starts(
+    variable: str, value: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("\n")
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / value))
+    with pytest.raises(UserError, match=re.escape(found)):
+        connect(None)
+
+
+def test_shared_memory_that_is_read_only(tmp_path: Path) -> None:
+    inside = "mount -t tmpfs -o ro tmpfs /dev/shm && exec " + shlex.join([sys.executable, "-c", CONNECT])
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("a file system can only be mounted by root")
+    command, environment = ["unshare", "-m", "sh", "-c", inside], os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.stdout.startswith("Ray's object store: /dev/shm cannot be written (Read-only file system); "), ended
+
+
+def test_python_does_not_import_files_of_the_working_folder(tmp_path: Path) -> None:
+    for name in ("typer.py", "numpy.py"):
+        (tmp_path / name).write_text("raise SystemExit(3)\n")
+    command, environment = [sys.executable, "-m", "raycap", "--version"], os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended
 
 
 def test_a_ray_that_does_not_start_ends_with_one_sentence(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from raycap.pipeline.evaluation.confidence import (
     with_fit,
 )
 from raycap.pipeline.runtime.names import one_line, printable, quoted
-from raycap.pipeline.storage.atomic import atomic_folder
+from raycap.pipeline.storage.atomic import atomic_folder, require_writable
 from raycap.pipeline.storage.digests import DIGESTS, digests_in, file_digest, memory_bytes, write_digests
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import CACHE_VARIABLE, Entry, StoragePath, cache_folder
@@ -321,6 +321,7 @@ def fetched(bundle: StoragePath) -> Path:
     """
     if not bundle.is_remote:
         return bundle.path
+    require_writable(CACHE_VARIABLE, cache_folder())
     copy = cache_folder() / "bundles" / hashlib.sha256(bundle.uri.encode()).hexdigest()[:20]
     Mirror(bundle, copy).pull(only=BUNDLE_FILES, check=lambda files: _check_sizes(bundle, files))
     return copy
