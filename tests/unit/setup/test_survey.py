@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.first_configuration import detect_language
-from raycap.pipeline.data.formats.source import find_files
+from raycap.pipeline.data.formats.source import Splits, find_files
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.survey import find_candidates, read_names, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -83,10 +89,107 @@ def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: in
         for _ in range(draw.randint(1, 8))
     }
     root = write(tmp_path, sorted(names))
-    for candidate in find_candidates(sorted(names)):
+    for candidate in find_candidates(root, sorted(names)):
         _, keys = read_names(root, candidate, sorted(names))
         found = [name for each in keys.get("sources", [keys]) for name in find_files(root, each["annotations"])]
         assert sorted(found) == sorted(candidate.files)
+
+
+NAMES = [f"{number}.jpg" for number in range(40)]
+TEXTS = {  # five captions without tabs and line ends, as people write them
+    name: [
+        f"A dog, brown, and {name[0]} cats",
+        "it's a dog",
+        '"Stop" on a sign',
+        'Un café | bar; a 5" screen',
+        "[sic] a dog",
+    ]
+    for name in NAMES
+}
+PAIRS = [(name, caption) for name in NAMES for caption in TEXTS[name]]
+
+
+def delimited(header: list[str], rows: list[list[Any]], delimiter: str = ",", **options: Any) -> str:
+    file = io.StringIO()
+    csv.writer(file, delimiter=delimiter, **options).writerows([header, *rows])
+    return file.getvalue()
+
+
+def joined(*rows: str) -> str:
+    return "".join(f"{row}\n" for row in rows)
+
+
+def coco(names: list[str]) -> str:
+    images = [{"id": int(name[:-4]), "file_name": name} for name in names]
+    entries = [{"image_id": int(name[:-4]), "caption": caption} for name in names for caption in TEXTS[name]]
+    return json.dumps({"info": {"year": 2014}, "licenses": [], "images": images, "annotations": entries})
+
+
+def numpy_list(captions: list[str]) -> str:
+    lines = "\n ".join(map(repr, captions))
+    return f"[{lines}]"
+
+
+LISTS = [{"image": name, "caption": TEXTS[name]} for name in NAMES]
+ONE_BY_ONE = [{"image": name, "caption": text, "image_id": f"coco_{name[:-4]}"} for name, text in PAIRS]
+TABLES: dict[str, str] = {  # {file name: content}; a word in brackets tells apart files of one name
+    "LAVIS/coco_karpathy.json": json.dumps(ONE_BY_ONE),
+    "LAVIS lists/flickr30k.json": json.dumps(LISTS, indent=1),
+    "numbers/all.json": json.dumps([{**row, "image_id": n} for n, row in enumerate(LISTS)]),
+    "lines/train_data.json": joined(*map(json.dumps, LISTS)),
+    "lines/captions.txt": joined(*map(json.dumps, ONE_BY_ONE)),
+    "other columns/x.json": json.dumps([{"Filename": name, "Sentence": text} for name, text in PAIRS]),
+    "COCO/my_pictures.json": coco(NAMES),
+    "Flickr8k/Flickr8k.token.txt": joined(
+        *(f"{name}#{n}\t{text}" for name in NAMES for n, text in enumerate(TEXTS[name]))
+    ),
+    "Flickr30k/results_20130124.token": joined(
+        *(f"{name}#{n}\t{text}" for name in NAMES for n, text in enumerate(TEXTS[name]))
+    ),
+    "Kaggle/captions.txt": joined("image,caption", *(f"{name},{text}" for name, text in PAIRS)),
+    "Kaggle, CRLF and BOM/captions.txt": "\ufeffimage,caption\r\n"
+    + "".join(f"{name},{text}\r\n" for name, text in PAIRS),
+    "Kaggle, quoted/captions.txt": delimited(["image", "caption"], [list(pair) for pair in PAIRS]),
+    "Kaggle 30k/results.csv": joined(
+        "image_name| comment_number| comment", *(f"{name}| {n % 5}| {text}" for n, (name, text) in enumerate(PAIRS))
+    ),
+    "captions first/captions.csv": joined("caption,image", *(f"{text},{name}" for name, text in PAIRS)),
+    "tabs/captions.tsv": joined("image\tcaption", *(f"{name}\t{text}" for name, text in PAIRS)),
+    "pandas' tabs/captions.tsv": delimited(["", "image", "caption"], [[0, *pair] for pair in PAIRS], "\t"),
+    "semicolons/captions.csv": delimited(["image", "caption"], [list(pair) for pair in PAIRS], ";"),
+    "no names/pairs.caption": joined(*(f"{name}\t{text}" for name, text in PAIRS)),
+    "numbers of columns/c.csv": delimited(
+        [" Image ", *(f"caption_{n}" for n in range(5)), "caption_5"], [[name, *TEXTS[name], ""] for name in NAMES]
+    ),
+    "numbers of comments/c.tsv": delimited(
+        ["FILE", *(f"Comment{n}" for n in range(1, 6))], [[name, *TEXTS[name]] for name in NAMES], "\t"
+    ),
+    "JSON in a cell/c.csv": delimited(["image", "captions"], [[name, json.dumps(TEXTS[name])] for name in NAMES]),
+    "Python in a cell/c.csv": delimited(["image", "captions"], [[name, str(TEXTS[name])] for name in NAMES]),
+    "NumPy in a cell/c.csv": delimited(["image", "captions"], [[name, numpy_list(TEXTS[name])] for name in NAMES]),
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_annotations_that_people_have_are_one_data_set(tmp_path: Path, form: str, is_file: bool) -> None:
+    (tmp_path / "photos").mkdir()
+    for name in NAMES:
+        (tmp_path / "photos" / name).touch()
+    (tmp_path / "package.json").write_text('{"name": "x", "images": {"a": 1}}')
+    (tmp_path / "list.json").write_text('[{"name": "x", "version": "1"}]')
+    (tmp_path / "notes.txt").write_text("Photographs, taken by us\n0.jpg")
+    file = tmp_path / form.rpartition("/")[2]
+    file.write_bytes(TABLES[form].encode())
+    found = survey(str(file if is_file else tmp_path))
+    assert found.keys["images"] == "photos" and found.keys["annotations"] == file.name
+    read, problems, left_out = read_annotations(DataSection(root=str(tmp_path), **found.keys), tmp_path)
+    assert read.table.equals(found.dataset.table) and not problems and not left_out
+    assert dict(zip(read.column("uri"), read.column("captions"), strict=True)) == {
+        str(tmp_path / "photos" / name): captions for name, captions in TEXTS.items()
+    }
+    splits = [Splits({}, found.keys["split_fractions"], 0).drawn(f"photos/{name}") for name in NAMES]
+    assert read.column("split") == splits
 
 
 CAPTIONS = {

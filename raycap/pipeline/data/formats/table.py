@@ -1,23 +1,48 @@
-"""Tables with one row per image or caption: JSON lines, CSV, and Parquet, which may contain the images themselves."""
+"""Tables with one row per image or caption: text, JSON, and Parquet, which may contain the images themselves."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
+import re
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import Rows, Source, as_list, as_texts, inside, opened, prefix_of, read_file
+from raycap.pipeline.data.formats.source import (
+    IMAGE_ENDINGS,
+    Rows,
+    Source,
+    as_texts,
+    inside,
+    is_image,
+    opened,
+    prefix_of,
+    read_file,
+)
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
+from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
-TABLE_ENDINGS = (".jsonl", ".ndjson", ".csv", ".parquet")
-MAX_COLUMNS = 1000  # limit of a CSV file, because every row gets a value for each column
+LINE_ENDINGS = (".jsonl", ".ndjson")
+MIXED_ENDINGS = (".txt", ".token", ".caption")  # files with these endings may also be no table
+TABLE_ENDINGS = (*LINE_ENDINGS, ".csv", ".tsv", ".parquet", ".arrow", *MIXED_ENDINGS)
+DELIMITERS = "\t|;,"
+MAX_HEAD_BYTES = 2**18  # of a file's beginning, which shows what the file is
+MAX_COLUMNS = 1000  # limit of a table of text, because every row gets a value for each column
+MAX_ROW_LINES = 100  # lines of a quoted value; more of them have lost their closing quote
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
+_JSON_LINES = re.compile(r"\{[^\n]*\}[ \t\r]*\n\s*\{")
+_ENDING = "|".join(map(re.escape, IMAGE_ENDINGS))
+# the first row of a table without names of columns, such as Flickr's "dog.jpg#0<tab>A dog."
+_ROW = re.compile(rf"[^\t|;,]+?(?i:{_ENDING})[^\t|;,]*?(#\d+)?([\t|;,])[^\t]+")
 
 
 class StoredImage(NamedTuple):
@@ -38,25 +63,73 @@ class ImageFile(NamedTuple):
     location: str  # of the first row
 
 
+class Head(NamedTuple):
+    """The beginning of a file of text. columns: the names of its columns, if it is a table."""
+
+    text: str
+    is_table: bool
+    columns: tuple[str, ...]
+
+
+class Header(NamedTuple):
+    """How a table of text is divided. is_row: the first line is a row. has_numbers: names end in Flickr's #0 to #4.
+
+    has_blanks: there are blanks around the names of columns, and so around the values.
+    """
+
+    columns: tuple[str, ...]
+    delimiter: str
+    is_row: bool = False
+    has_numbers: bool = False
+    has_blanks: bool = False
+
+
+def read_head(path: StoragePath) -> Head:
+    """Looks at the beginning of a file that may be a table of text or JSON. Raises UserError if it cannot be read."""
+    with opened(path) as file:
+        data = file.read(MAX_HEAD_BYTES)
+    if path.name.endswith(".gz"):
+        with suppress(zlib.error):
+            data = zlib.decompressobj(wbits=31).decompress(data, MAX_HEAD_BYTES)
+    name = path.name.removesuffix(".gz")
+    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
+    text = data.decode(encoding, errors="replace").lstrip()
+    columns: tuple[str, ...] = ()
+    if text.startswith(("[", "{")):
+        is_table = text[0] == "[" or name.endswith(LINE_ENDINGS) or _JSON_LINES.match(text) is not None
+        if is_table:
+            with suppress(ValueError, RecursionError):
+                columns = tuple(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+        return Head(text, is_table, columns)
+    with suppress(ValueError, csv.Error):
+        columns = _read_header(text.partition("\n")[0]).columns
+    return Head(text, not name.endswith(".json"), columns)
+
+
 def table_entries(source: Source) -> Iterator[Values]:
     """Yields the rows of a table as {column: value}. An image in the table is a StoredImage. Raises UserError."""
     path = source.annotations
     title = f"annotation file {path}"
     if path.name.endswith(".parquet.gz"):
         raise UserError(f"{title} is compressed as a whole, so that no part of it can be read; unpack it with gunzip")
+    if path.name.endswith(".arrow"):
+        remedy = "load_from_disk(...).to_parquet('train.parquet')"
+        raise UserError(f"{title} is of `save_to_disk`; write each split as Parquet with datasets: {remedy}")
     try:
         if path.name.endswith(".parquet"):
             with opened(path) as file:
                 yield from _parquet_entries(source, file, title)
-        elif path.name.removesuffix(".gz").endswith(".csv"):
-            yield from _csv_entries(io.StringIO(read_file(path).decode("utf-8-sig"), newline=""))
-        else:
-            for number, line in enumerate(io.BytesIO(read_file(path)), 1):
-                if line.strip():
-                    entry = parse_json(line, f"{title}: line {number}", strict=False)
-                    if not isinstance(entry, dict):
-                        raise ValueError(f"line {number} is not an object")
-                    yield entry
+            return
+        data = read_file(path)
+        first = data[:MAX_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+        if first not in (b"[", b"{", b""):
+            yield from _delimited_entries(source, data.decode("utf-8-sig"))
+            return
+        entries = enumerate(parse_json(data, title, strict=False), 1) if first == b"[" else _json_lines(data, title)
+        for number, entry in entries:
+            if not isinstance(entry, dict):
+                raise ValueError(f"{'item' if first == b'[' else 'line'} {number} is not an object")
+            yield entry
     except UserError:
         raise
     except UnicodeDecodeError as error:
@@ -65,41 +138,105 @@ def table_entries(source: Source) -> Iterator[Values]:
         raise UserError(f"{title} cannot be read as a table: {error}") from error
 
 
-def _csv_entries(file: io.StringIO) -> Iterator[Values]:
-    """Yields the rows of a CSV file as {column: value}. Raises ValueError or csv.Error."""
-    rows = csv.DictReader(file)
-    count = len(rows.fieldnames or ())
-    if count > MAX_COLUMNS:
+def _json_lines(data: bytes, title: str) -> Iterator[tuple[int, Any]]:
+    """Yields the number and the value of each line. Raises UserError."""
+    for number, line in enumerate(io.BytesIO(data), 1):
+        if line.strip():
+            yield number, parse_json(line, f"{title}: line {number}", strict=False)
+
+
+def _read_header(line: str) -> Header:
+    """What the first line of a table of text says about it. Raises ValueError or csv.Error."""
+    if "\0" in line:
+        raise UnicodeDecodeError("utf-8", b"", line.index("\0"), 0, "is of another encoding")
+    if match := _ROW.fullmatch(line.rstrip("\r\n")):
+        return Header(("image", "caption"), match[2], is_row=True, has_numbers=match[1] is not None)
+    delimiter = max(DELIMITERS, key=line.count)
+    if delimiter not in line:
+        raise ValueError("its first line has no names of columns with commas, tabs, | or ; between them")
+    names = next(csv.reader([line], delimiter=delimiter))
+    columns = tuple(name.strip() for name in names)
+    if len(columns) > MAX_COLUMNS:
         raise ValueError(f"its first line has more than {MAX_COLUMNS} columns")
-    for entry in rows:
-        if None in entry:
+    repeated = next((name for name in columns if name and columns.count(name) > 1), None)
+    if repeated:
+        raise ValueError(f"its first line names the column {quoted(repeated)} twice; rename one of them")
+    return Header(columns, delimiter, has_blanks=columns != tuple(names))
+
+
+def _delimited_entries(source: Source, text: str) -> Iterator[Values]:
+    """Yields the rows of a table of text as {column: value}. Raises ValueError or csv.Error."""
+    file = io.StringIO(text, newline="")
+    header = _read_header(file.readline())
+    captions = source.columns_in(header.columns, "captions")
+    caption = header.columns.index(captions[0]) if len(captions) == 1 else None
+    number, count = 1, len(header.columns)
+    if header.is_row:
+        number = file.seek(0)
+    while line := file.readline():
+        number += 1
+        if not line.strip():
+            continue
+        values, num_lines = _read_row(file, line, header, caption)
+        if len(values) > count:
             raise ValueError(
-                f"line {rows.line_num} has {count + len(entry[None])} values, but the first line names {count} "
-                "columns; put texts with commas into double quotes"
+                f"line {number} has {len(values)} values, but the first line names {count} columns; put texts with "
+                "commas into double quotes, and remove quotes that are not closed"
             )
-        yield entry
+        number += num_lines - 1
+        if header.has_blanks:
+            values = [value.strip() for value in values]
+        if header.has_numbers:
+            values[0] = re.sub(r"#\d+$", "", values[0])
+        yield dict(zip_longest(header.columns, values))
+
+
+def _read_row(file: io.StringIO, line: str, header: Header, caption: int | None) -> tuple[list[str], int]:
+    """The values of the row that begins with a line, and its number of lines. The file then stands behind the row.
+
+    A row that is not as in a CSV file, for example because a caption begins with a quote that nothing closes, is
+    divided at its delimiters. caption: the column of captions; if it is the first or the last one, a caption may
+    contain the delimiter.
+    """
+    delimiter, count = header.delimiter, len(header.columns)
+    if '"' in line and not header.has_numbers:
+        place = file.tell()
+        lines = chain([line], islice(file, MAX_ROW_LINES))
+        rows = csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=header.has_blanks)
+        with suppress(csv.Error):
+            values = next(rows)
+            others = [part.split(delimiter) for value in values for part in value.split("\n")[1:]]
+            has_swallowed = any(len(cells) > 1 and any(map(is_image, cells)) for cells in others)  # the next rows
+            if len(values) <= count and not has_swallowed:
+                return values, rows.line_num
+        file.seek(place)
+    plain = line.rstrip("\r\n")
+    if caption == count - 1:
+        return plain.split(delimiter, count - 1), 1
+    if caption == 0:
+        return plain.rsplit(delimiter, count - 1), 1
+    values = plain.split(delimiter)
+    if len(values) > count:
+        values = next(csv.reader([plain], delimiter=delimiter))
+    return values, 1
 
 
 def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:
     """Yields the rows of a Parquet file as {column: value}, with only the columns image, captions, id and split."""
     table = ParquetFile(file, title)
-    column_of: dict[str, str] = {}  # {column of COLUMNS: its name in the file}
-    for role, possible in source.column_names.items():
-        found = [name for name in possible if name in table.columns]
-        if found:
-            column_of[role] = found[0]
-    if "image" not in column_of:
+    found = {role: source.columns_in(table.columns, role) for role in source.column_names}
+    if not found["image"]:
         names = printable(", ".join(dict.fromkeys(table.columns)))[:500]
         raise UserError(f"{title} has no column {' or '.join(source.column_names['image'])}; its columns are {names}")
-    image = column_of["image"]
+    image = found["image"][0]
     binary = table.binary_column(image)
     if binary is None:
-        yield from table.rows(list(column_of.values()))
+        yield from table.rows(list(chain(*found.values())))
         return
-    if "captions" not in column_of:
+    if not found["captions"]:
         names = " or ".join(source.column_names["captions"])
         raise UserError(f"{title} has images and no column {printable(names)}; set data.columns.captions")
-    columns = [name for name in column_of.values() if name != image]
+    columns = [name for name in chain(*found.values()) if name != image]
     if binary.names is not None:
         columns.append(binary.names)
     for row, place in zip(table.rows(columns), table.places(binary), strict=True):
@@ -119,7 +256,9 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     for number, entry in enumerate(entries):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)
-        captions = as_texts(as_list(source.value(entry, "captions", location)), location, rows)
+        captions = as_texts(source.captions(entry, location), location, rows)
+        if isinstance(image, dict):  # as Hugging Face names an image file: {"bytes": null, "path": "dog.jpg"}
+            image = image.get("path")
         if isinstance(image, StoredImage):
             is_name = isinstance(image.path, str) and 0 < len(image.path) <= MAX_NAME
             name = image.path if is_name else f"row {len(stored_names)}"
@@ -143,6 +282,8 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 files[name] = ImageFile(stated, image_id, split, uri, captions, location)
             elif stated in (None, "", known.stated_split):  # the table has one row per caption
                 known.captions.extend(captions)
+                if not captions:
+                    rows.leave_out("rows without a caption", location)
             else:
                 splits = f"the split {quoted(known.stated_split)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")

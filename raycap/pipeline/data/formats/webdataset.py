@@ -14,7 +14,6 @@ from raycap.pipeline.data.formats.source import (
     IMAGE_ENDINGS,
     Rows,
     Source,
-    as_list,
     as_texts,
     lines_of,
     opened,
@@ -99,7 +98,6 @@ class Sample:
 def read_samples(source: Source) -> list[Sample]:
     """The samples of an archive that have an image, in its order. No image is read. Raises UserError."""
     title = f"annotation file {source.annotations}"
-    kept = [name for column in ("captions", "id", "split") for name in source.column_names[column]]
     samples: dict[str, Sample] = {}
     with opened(source.annotations) as file:
         for member in tar_members(file, title):
@@ -118,7 +116,8 @@ def read_samples(source: Source) -> list[Sample]:
             elif ending == "json":
                 label = f"{title}: {quoted(member.name)}"
                 entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
-                sample.entry = {name: entry[name] for name in kept if name in entry}  # no other keys, to save memory
+                kept = [name for column in ("captions", "id", "split") for name in source.columns_in(entry, column)]
+                sample.entry = {name: entry[name] for name in kept}  # no other keys, to save memory
     return [sample for sample in samples.values() if sample.image is not None]
 
 
@@ -141,6 +140,6 @@ def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
         image_id, split = source.id_and_split(sample.entry, (member.name.rsplit("/", 1)[-1],), name, location)
-        captions = sample.captions or as_list(source.value(sample.entry, "captions", location))
+        captions = sample.captions or source.captions(sample.entry, location)
         uri = ImageLocation(source.annotations, (member.start, member.length), member.name).uri
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location)

@@ -46,7 +46,8 @@ def describe(file: pq.ParquetFile) -> Values:
 
     columns: the names of all columns. groups: the number of rows of each row group. binary: for each column of files,
     the number of the leaf column with the bytes, and the name of the column of paths or None. A column of files has
-    values of bytes, or structs with `bytes` and maybe `path`, as Hugging Face writes them.
+    values of bytes, or structs with `bytes` and maybe `path`, as Hugging Face writes them. If no row has bytes, it is a
+    column of paths.
     """
     schema, metadata = file.schema_arrow, file.metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
@@ -59,10 +60,17 @@ def describe(file: pq.ParquetFile) -> Values:
             binary[field.name] = numbers[field.name], None
         elif pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
             path = f"{field.name}.path" if field.type.get_field_index("path") >= 0 else None
-            if is_binary(field.type.field("bytes").type) and f"{field.name}.bytes" in numbers:
-                binary[field.name] = numbers[f"{field.name}.bytes"], path
+            leaf = numbers.get(f"{field.name}.bytes")
+            if leaf is not None and is_binary(field.type.field("bytes").type) and has_values(metadata, leaf):
+                binary[field.name] = leaf, path
     groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     return {"columns": schema.names, "binary": binary, "groups": groups}
+
+
+def has_values(metadata: pq.FileMetaData, leaf: int) -> bool:
+    """False if the file says that all values of a leaf column are missing."""
+    columns = [metadata.row_group(index).column(leaf) for index in range(metadata.num_row_groups)]
+    return not all(each.statistics and each.statistics.null_count == each.num_values for each in columns)
 
 
 def is_binary(kind: pa.DataType) -> bool:
