@@ -37,11 +37,22 @@ from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
-USUAL_NAME = "dataset|caption|annotation|nocaps|image_info"  # JSON files of these names are tried first
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 # names of columns that are tried after those of `pipeline.data.formats.source.COLUMNS`
 OTHER_COLUMNS = {
-    "image": ("img", "jpg", "png", "filename", "filepath", "file", "path", "image_path", "image_name", "image_file"),
+    "image": (
+        "img",
+        "jpg",
+        "png",
+        "filename",
+        "filepath",
+        "file",
+        "path",
+        "image_path",
+        "image_name",
+        "image_file",
+        "image_id",
+    ),
     "captions": ("sentences", "sentence", "description", "title", "comment", "alt_text", "alt", "prompt", "txt", "raw"),
 }
 MAX_LISTED = 2_000_000  # files of a folder that are looked at
@@ -68,10 +79,8 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
         is_mixed = ending in MIXED_ENDINGS
         files = [name for name in names if name.removesuffix(".gz").endswith(ending)]
         files = [name for name in files if not (is_mixed and name.rpartition(".")[0] in stems)]
-        groups = _groups(files)
-        usual = [group for group in groups if re.match(USUAL_NAME, group[0].rsplit("/", 1)[-1])]
-        for group in [*usual, *(group for group in groups if group not in usual)]:
-            is_doubtful = is_mixed or (ending == ".json" and len(files) > 1 and group not in usual)
+        for group in sorted(_groups(files), key=_has_unusual_name):
+            is_doubtful = is_mixed or (ending == ".json" and len(files) > 1 and _has_unusual_name(group))
             found = _annotation_files(root, group) if is_doubtful else group
             if found:
                 yield Candidate("files", found)
@@ -85,6 +94,10 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
     texts = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
     if images := tuple(name for name in names if is_image(name) and name.rpartition(".")[0] in texts):
         yield Candidate("text", images)
+
+
+def _has_unusual_name(group: tuple[str, ...]) -> bool:
+    return re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1]) is None
 
 
 def _annotation_files(root: StoragePath, group: tuple[str, ...]) -> tuple[str, ...]:
@@ -102,8 +115,9 @@ def _has_captions(path: StoragePath) -> bool:
         return True  # for the reader's error
     if not head.is_table:
         return re.search(r'"(images|annotations)"\s*:\s*\[', head.text) is not None
-    roles = [(*COLUMNS[role], *others) for role, others in OTHER_COLUMNS.items()]
-    return "conversations" in head.columns or all(columns_named(each, head.columns, is_numbered=True) for each in roles)
+    columns = head.columns
+    roles = (columns_named((*COLUMNS[role], *others), columns, role) for role, others in OTHER_COLUMNS.items())
+    return "conversations" in columns or all(roles)
 
 
 def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> tuple[str, Values]:
@@ -129,15 +143,14 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
             return "JSON", keys
     chosen: dict[str, str] = {}
     for role, others in OTHER_COLUMNS.items():
-        if not columns_named(COLUMNS[role], columns, is_numbered=role == "captions"):
-            found = [(other, columns_named((other,), columns, is_numbered=role == "captions")) for other in others]
-            names_of_role = [each[0] if len(each) == 1 else other for other, each in found if each]
-            names_of_role += binary if role == "image" else []
-            if names_of_role:
-                chosen[role] = names_of_role[0]
+        found = [other for other in others if columns_named((other,), columns, role)]
+        if role == "image":
+            found += binary
+        if found and not columns_named(COLUMNS[role], columns, role):
+            chosen[role] = found[0]
     if chosen:
         keys["columns"] = chosen
-    image = (chosen["image"],) if "image" in chosen else columns_named(COLUMNS["image"], columns, is_numbered=False)
+    image = columns_named((chosen["image"],) if "image" in chosen else COLUMNS["image"], columns, "image")
     if image and image[0] in binary:
         return PARQUET_WITH_IMAGES, keys
     return f"table ({PurePosixPath(first.name.removesuffix('.gz')).suffix})", keys
@@ -240,7 +253,8 @@ def survey(place: str) -> Survey:
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
     names = [name for name in listed if "/." not in f"/{name}"]  # without hidden files
-    candidates = find_candidates(root, names)
+    chosen = [path.name] if is_file else names
+    candidates = find_candidates(root, chosen)
     if is_file and not is_image(path.name):  # it is the only candidate, but files beside it may be its images
         candidates = iter([Candidate("tars" if path.name.endswith(TAR_ENDINGS) else "files", (path.name,))])
     failure: UserError | None = None
@@ -252,7 +266,7 @@ def survey(place: str) -> Survey:
     if failure is not None:
         raise failure
     raise UserError(
-        f"{shown(place)} has {sum(map(is_image, names))} images and no captions; add an annotation file, or a text "
+        f"{shown(place)} has {sum(map(is_image, chosen))} images and no captions; add an annotation file, or a text "
         "file of the same name beside each image (docs/data.md lists the forms)"
     )
 

@@ -153,7 +153,7 @@ TABLES: dict[str, str] = {  # {file name: content}; a word in brackets tells apa
     "Kaggle 30k/results.csv": joined(
         "image_name| comment_number| comment", *(f"{name}| {n % 5}| {text}" for n, (name, text) in enumerate(PAIRS))
     ),
-    "captions first/captions.csv": joined("caption,image", *(f"{text},{name}" for name, text in PAIRS)),
+    "captions first/captions.csv": delimited(["caption", "image"], [[text, name] for name, text in PAIRS]),
     "tabs/captions.tsv": joined("image\tcaption", *(f"{name}\t{text}" for name, text in PAIRS)),
     "pandas' tabs/captions.tsv": delimited(["", "image", "caption"], [[0, *pair] for pair in PAIRS], "\t"),
     "semicolons/captions.csv": delimited(["image", "caption"], [list(pair) for pair in PAIRS], ";"),

@@ -45,7 +45,7 @@ SPLIT_WORDS = {  # {word in a name: split}
 }  # fmt: skip
 _NUMBERED = r"([ _.-]?\d{1,3})?"  # the end of names such as caption_0 and caption1
 # an item of a list that Python or NumPy wrote, with the comma before it; NumPy writes no commas
-_ITEM = re.compile(r"""[\s,]*(?:('(?:[^'\\]|\\.|'')*')|("(?:[^"\\]|\\.|"")*")|None|nan|null)""", re.DOTALL)
+_ITEM = re.compile(r"""[\s,]*(?:(['"])((?:(?!\1)[^\\]|\\.|\1\1)*)\1|None|nan|null)""", re.DOTALL)
 IMAGE_ENDINGS = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
 MAX_FILES = 100_000  # files that one pattern may name
@@ -254,14 +254,16 @@ class Source:
 
     def columns_in(self, names: Iterable[str], column: str) -> tuple[str, ...]:
         """Those of a table's columns that are a column of COLUMNS. Only captions may have several, with numbers."""
-        return columns_named(self.column_names[column], tuple(names), is_numbered=column == "captions")
+        return columns_named(self.column_names[column], tuple(names), column)
 
     def captions(self, entry: Mapping[str, object], location: str) -> list[Any]:
         """The captions in an entry, in its column or in all its numbered columns. Raises UserError as `value` does."""
         names = self.columns_in(entry, "captions")
-        if len(names) > 1:
+        if len(names) == 1:
+            return as_list(entry[names[0]])
+        if names:
             return [item for name in names for item in as_list(entry[name]) if item not in ("", None)]
-        if not names and "conversations" in entry:
+        if "conversations" in entry:
             remedy = "write one row for each image, with the columns image and caption"
             raise UserError(f"{location} has conversations, as LLaVA's files do, and no captions; {remedy}")
         return as_list(self.value(entry, "captions", location))
@@ -296,15 +298,15 @@ class Source:
 
 
 @lru_cache(maxsize=100)
-def columns_named(wanted: tuple[str, ...], columns: tuple[str, ...], *, is_numbered: bool) -> tuple[str, ...]:
+def columns_named(wanted: tuple[str, ...], columns: tuple[str, ...], role: str) -> tuple[str, ...]:
     """The columns with the first of the wanted names that a table has, whatever their case and the blanks around them.
 
-    is_numbered: the names may end in numbers, such as caption_0, caption_1.
+    role: a column of COLUMNS. The names of captions may end in numbers, such as caption_0, caption_1.
     """
     for name in wanted:
-        if name in columns and not is_numbered:
+        if name in columns and role != "captions":
             return (name,)
-        pattern = re.compile(re.escape(name) + _NUMBERED * is_numbered, re.IGNORECASE)
+        pattern = re.compile(re.escape(name) + (_NUMBERED if role == "captions" else ""), re.IGNORECASE)
         if found := tuple(column for column in columns if pattern.fullmatch(column.strip())):
             return found
     return ()
@@ -431,9 +433,8 @@ def _written_list(text: str) -> list[str] | None:
         warnings.simplefilter("ignore")  # about backslashes that escape nothing
         while match := _ITEM.match(text, place):
             place = match.end()
-            for quote, literal in zip("'\"", match.groups(), strict=True):
-                if literal:
-                    items.append(ast.literal_eval(quote + literal[1:-1].replace(2 * quote, f"\\{quote}") + quote))
+            if quote := match[1]:  # two quotes in a text are one, as in SQL
+                items.append(ast.literal_eval(quote + match[2].replace(2 * quote, f"\\{quote}") + quote))
         if items and re.fullmatch(r"[\s,]*\]", text[place:]):
             return items
     return None

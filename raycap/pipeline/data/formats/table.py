@@ -13,17 +13,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import (
-    IMAGE_ENDINGS,
-    Rows,
-    Source,
-    as_texts,
-    inside,
-    is_image,
-    opened,
-    prefix_of,
-    read_file,
-)
+from raycap.pipeline.data.formats.source import Rows, Source, as_texts, inside, is_image, opened, prefix_of, read_file
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
@@ -39,10 +29,8 @@ MAX_HEAD_BYTES = 2**18  # of a file's beginning, which shows what the file is
 MAX_COLUMNS = 1000  # limit of a table of text, because every row gets a value for each column
 MAX_ROW_LINES = 100  # lines of a quoted value; more of them have lost their closing quote
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
+_NUMBER = re.compile(r"#\d+$")  # of a caption, behind the name of an image, in Flickr's "dog.jpg#0<tab>A dog."
 _JSON_LINES = re.compile(r"\{[^\n]*\}[ \t\r]*\n\s*\{")
-_ENDING = "|".join(map(re.escape, IMAGE_ENDINGS))
-# the first row of a table without names of columns, such as Flickr's "dog.jpg#0<tab>A dog."
-_ROW = re.compile(rf"[^\t|;,]+?(?i:{_ENDING})[^\t|;,]*?(#\d+)?([\t|;,])[^\t]+")
 
 
 class StoredImage(NamedTuple):
@@ -94,16 +82,14 @@ def read_head(path: StoragePath) -> Head:
     name = path.name.removesuffix(".gz")
     encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     text = data.decode(encoding, errors="replace").lstrip()
-    columns: tuple[str, ...] = ()
-    if text.startswith(("[", "{")):
-        is_table = text[0] == "[" or name.endswith(LINE_ENDINGS) or _JSON_LINES.match(text) is not None
-        if is_table:
-            with suppress(ValueError, RecursionError):
-                columns = tuple(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
-        return Head(text, is_table, columns)
-    with suppress(ValueError, csv.Error):
-        columns = _read_header(text.partition("\n")[0]).columns
-    return Head(text, not name.endswith(".json"), columns)
+    is_table, columns = not name.endswith(".json"), tuple[str, ...]()
+    with suppress(ValueError, RecursionError, csv.Error):  # the reader says what is wrong
+        if not text.startswith(("[", "{")):
+            columns = _read_header(text.partition("\n")[0]).columns
+        else:
+            is_table = text[0] == "[" or name.endswith(LINE_ENDINGS) or _JSON_LINES.match(text) is not None
+            columns = tuple(json.JSONDecoder().raw_decode(text, text.index("{"))[0]) if is_table else ()
+    return Head(text, is_table, columns)
 
 
 def table_entries(source: Source) -> Iterator[Values]:
@@ -113,8 +99,8 @@ def table_entries(source: Source) -> Iterator[Values]:
     if path.name.endswith(".parquet.gz"):
         raise UserError(f"{title} is compressed as a whole, so that no part of it can be read; unpack it with gunzip")
     if path.name.endswith(".arrow"):
-        remedy = "load_from_disk(...).to_parquet('train.parquet')"
-        raise UserError(f"{title} is of `save_to_disk`; write each split as Parquet with datasets: {remedy}")
+        remedy = "write each of its splits as Parquet, with load_from_disk(...).to_parquet('train.parquet')"
+        raise UserError(f"{title} was written by save_to_disk of Hugging Face's datasets; {remedy}")
     try:
         if path.name.endswith(".parquet"):
             with opened(path) as file:
@@ -125,10 +111,14 @@ def table_entries(source: Source) -> Iterator[Values]:
         if first not in (b"[", b"{", b""):
             yield from _delimited_entries(source, data.decode("utf-8-sig"))
             return
-        entries = enumerate(parse_json(data, title, strict=False), 1) if first == b"[" else _json_lines(data, title)
-        for number, entry in entries:
+        if first == b"[":
+            entries = iter(parse_json(data, title, strict=False))
+        else:
+            lines = ((number, line) for number, line in enumerate(io.BytesIO(data), 1) if line.strip())
+            entries = (parse_json(line, f"{title}: line {number}", strict=False) for number, line in lines)
+        for number, entry in enumerate(entries, 1):
             if not isinstance(entry, dict):
-                raise ValueError(f"{'item' if first == b'[' else 'line'} {number} is not an object")
+                raise ValueError(f"row {number} is not an object")
             yield entry
     except UserError:
         raise
@@ -138,22 +128,17 @@ def table_entries(source: Source) -> Iterator[Values]:
         raise UserError(f"{title} cannot be read as a table: {error}") from error
 
 
-def _json_lines(data: bytes, title: str) -> Iterator[tuple[int, Any]]:
-    """Yields the number and the value of each line. Raises UserError."""
-    for number, line in enumerate(io.BytesIO(data), 1):
-        if line.strip():
-            yield number, parse_json(line, f"{title}: line {number}", strict=False)
-
-
 def _read_header(line: str) -> Header:
     """What the first line of a table of text says about it. Raises ValueError or csv.Error."""
     if "\0" in line:
         raise UnicodeDecodeError("utf-8", b"", line.index("\0"), 0, "is of another encoding")
-    if match := _ROW.fullmatch(line.rstrip("\r\n")):
-        return Header(("image", "caption"), match[2], is_row=True, has_numbers=match[1] is not None)
     delimiter = max(DELIMITERS, key=line.count)
     if delimiter not in line:
         raise ValueError("its first line has no names of columns with commas, tabs, | or ; between them")
+    first, delimiter_after, rest = re.split(f"([{DELIMITERS}])", line, maxsplit=1)
+    name = _NUMBER.sub("", first)
+    if (is_image(name) or name != first) and "\t" not in rest:
+        return Header(("image", "caption"), delimiter_after, is_row=True, has_numbers=name != first)
     names = next(csv.reader([line], delimiter=delimiter))
     columns = tuple(name.strip() for name in names)
     if len(columns) > MAX_COLUMNS:
@@ -168,57 +153,47 @@ def _delimited_entries(source: Source, text: str) -> Iterator[Values]:
     """Yields the rows of a table of text as {column: value}. Raises ValueError or csv.Error."""
     file = io.StringIO(text, newline="")
     header = _read_header(file.readline())
-    captions = source.columns_in(header.columns, "captions")
-    caption = header.columns.index(captions[0]) if len(captions) == 1 else None
-    number, count = 1, len(header.columns)
+    count, captions = len(header.columns), source.columns_in(header.columns, "captions")
+    is_last = captions == header.columns[-1:] or (count == 2 and not captions)
     if header.is_row:
-        number = file.seek(0)
+        file.seek(0)
     while line := file.readline():
-        number += 1
         if not line.strip():
             continue
-        values, num_lines = _read_row(file, line, header, caption)
+        values = _read_row(file, line, header, count - 1 if is_last else -1)
         if len(values) > count:
+            number = text.count("\n", 0, file.tell() - 1) + 1
             raise ValueError(
                 f"line {number} has {len(values)} values, but the first line names {count} columns; put texts with "
                 "commas into double quotes, and remove quotes that are not closed"
             )
-        number += num_lines - 1
         if header.has_blanks:
             values = [value.strip() for value in values]
         if header.has_numbers:
-            values[0] = re.sub(r"#\d+$", "", values[0])
+            values[0] = _NUMBER.sub("", values[0])
         yield dict(zip_longest(header.columns, values))
 
 
-def _read_row(file: io.StringIO, line: str, header: Header, caption: int | None) -> tuple[list[str], int]:
-    """The values of the row that begins with a line, and its number of lines. The file then stands behind the row.
+def _read_row(file: io.StringIO, line: str, header: Header, most: int) -> list[str]:
+    """The values of the row that begins with a line. The file then stands behind the row.
 
     A row that is not as in a CSV file, for example because a caption begins with a quote that nothing closes, is
-    divided at its delimiters. caption: the column of captions; if it is the first or the last one, a caption may
-    contain the delimiter.
+    divided at its delimiters. most: the number of these; further ones are in the caption.
     """
-    delimiter, count = header.delimiter, len(header.columns)
+    count, delimiter = len(header.columns), header.delimiter
+    options: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": header.has_blanks}
     if '"' in line and not header.has_numbers:
         place = file.tell()
-        lines = chain([line], islice(file, MAX_ROW_LINES))
-        rows = csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=header.has_blanks)
         with suppress(csv.Error):
-            values = next(rows)
+            values = next(csv.reader(chain([line], islice(file, MAX_ROW_LINES)), strict=True, **options))
             others = [part.split(delimiter) for value in values for part in value.split("\n")[1:]]
             has_swallowed = any(len(cells) > 1 and any(map(is_image, cells)) for cells in others)  # the next rows
             if len(values) <= count and not has_swallowed:
-                return values, rows.line_num
+                return values
         file.seek(place)
     plain = line.rstrip("\r\n")
-    if caption == count - 1:
-        return plain.split(delimiter, count - 1), 1
-    if caption == 0:
-        return plain.rsplit(delimiter, count - 1), 1
-    values = plain.split(delimiter)
-    if len(values) > count:
-        values = next(csv.reader([plain], delimiter=delimiter))
-    return values, 1
+    values = plain.split(delimiter, most)
+    return values if len(values) <= count else next(csv.reader([plain], **options))
 
 
 def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:

@@ -10,15 +10,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, cast
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import (
-    IMAGE_ENDINGS,
-    Rows,
-    Source,
-    as_texts,
-    lines_of,
-    opened,
-    prefix_of,
-)
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, Source, as_texts, lines_of, opened, prefix_of
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted
