@@ -37,6 +37,7 @@ from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
+_USUAL = re.compile(r"(?:^|/)(?:dataset|caption|annotation|nocaps|image_info)[^/]*$")  # tried first
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 # names of columns that are tried after those of `pipeline.data.formats.source.COLUMNS`
 OTHER_COLUMNS = {
@@ -79,14 +80,14 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
         is_mixed = ending in MIXED_ENDINGS
         files = [name for name in names if name.removesuffix(".gz").endswith(ending)]
         files = [name for name in files if not (is_mixed and name.rpartition(".")[0] in stems)]
-        for group in sorted(_groups(files), key=_has_unusual_name):
-            is_doubtful = is_mixed or (ending == ".json" and len(files) > 1 and _has_unusual_name(group))
-            found = _annotation_files(root, group) if is_doubtful else group
+        for group in sorted(_groups(files), key=lambda group: not _USUAL.search(group[0])):
+            is_doubtful = is_mixed or (ending == ".json" and len(files) > 1 and not _USUAL.search(group[0]))
+            found = tuple(name for name in group[:MAX_SOURCES] if not is_doubtful or _has_captions(root / name))
             if found:
-                yield Candidate("files", found)
+                yield Candidate("files", found if len(group) <= MAX_SOURCES else group)
             if (
                 is_mixed and len(found) > 1
-            ):  # Flickr8k has the same captions in two files; the shorter name is of raw ones
+            ):  # Flickr8k has two files, and the one with the shorter name has raw captions
                 yield from (Candidate("files", (name,)) for name in sorted(found, key=len))
     for endings in ((".tar",), (".tar.gz", ".tgz")):  # compressed ones for the reader's error, which names the remedy
         for group in _groups([name for name in names if name.endswith(endings)]):
@@ -96,26 +97,14 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
         yield Candidate("text", images)
 
 
-def _has_unusual_name(group: tuple[str, ...]) -> bool:
-    return re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1]) is None
-
-
-def _annotation_files(root: StoragePath, group: tuple[str, ...]) -> tuple[str, ...]:
-    """The files of a group whose beginnings are those of annotation files. The first of many files decides for all."""
-    if len(group) > MAX_SOURCES:
-        return group if _has_captions(root / group[0]) else ()
-    return tuple(name for name in group if _has_captions(root / name))
-
-
 def _has_captions(path: StoragePath) -> bool:
     """True if a file of text or JSON begins as one with images and captions does, or cannot be read."""
     try:
-        head = read_head(path)
+        text, is_table, columns = read_head(path)
     except UserError:
         return True  # for the reader's error
-    if not head.is_table:
-        return re.search(r'"(images|annotations)"\s*:\s*\[', head.text) is not None
-    columns = head.columns
+    if not is_table:
+        return re.search(r'"(images|annotations)"\s*:\s*\[', text) is not None
     roles = (columns_named((*COLUMNS[role], *others), columns, role) for role, others in OTHER_COLUMNS.items())
     return "conversations" in columns or all(roles)
 

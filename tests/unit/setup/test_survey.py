@@ -9,11 +9,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.first_configuration import detect_language
-from raycap.pipeline.data.formats.source import Splits, find_files
+from raycap.pipeline.data.formats.source import Splits, as_list, find_files
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.survey import find_candidates, read_names, survey
 from raycap.pipeline.errors import UserError
@@ -170,17 +174,25 @@ TABLES: dict[str, str] = {  # {file name: content}; a word in brackets tells apa
 }
 
 
+def write_photographs(folder: Path, files: dict[str, bytes | str]) -> None:
+    (folder / "photos").mkdir()
+    for name in NAMES:
+        (folder / "photos" / name).touch()
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 @pytest.mark.parametrize("form", TABLES)
 @pytest.mark.parametrize("is_file", [False, True])
 def test_annotations_that_people_have_are_one_data_set(tmp_path: Path, form: str, is_file: bool) -> None:
-    (tmp_path / "photos").mkdir()
-    for name in NAMES:
-        (tmp_path / "photos" / name).touch()
-    (tmp_path / "package.json").write_text('{"name": "x", "images": {"a": 1}}')
-    (tmp_path / "list.json").write_text('[{"name": "x", "version": "1"}]')
-    (tmp_path / "notes.txt").write_text("Photographs, taken by us\n0.jpg")
     file = tmp_path / form.rpartition("/")[2]
-    file.write_bytes(TABLES[form].encode())
+    others = {
+        "package.json": '{"name": "x", "images": {"a": 1}}',
+        "list.json": '[{"name": "x", "version": "1"}]',
+        "notes.txt": "Photographs, taken by us\n0.jpg",
+    }
+    write_photographs(tmp_path, {**others, file.name: TABLES[form]})
     found = survey(str(file if is_file else tmp_path))
     assert found.keys["images"] == "photos" and found.keys["annotations"] == file.name
     read, problems, left_out = read_annotations(DataSection(root=str(tmp_path), **found.keys), tmp_path)
@@ -190,6 +202,123 @@ def test_annotations_that_people_have_are_one_data_set(tmp_path: Path, form: str
     }
     splits = [Splits({}, found.keys["split_fractions"], 0).drawn(f"photos/{name}") for name in NAMES]
     assert read.column("split") == splits
+
+
+def test_splits_in_the_names_of_coco_files(tmp_path: Path) -> None:
+    parts = {"train": NAMES[:30], "val": NAMES[30:35], "test": NAMES[35:]}
+    write_photographs(tmp_path, {f"{split}_data.json": coco(names) for split, names in parts.items()})
+    found = survey(str(tmp_path))
+    assert found.dataset.split_sizes() == {split: len(names) for split, names in parts.items()}
+
+
+def test_of_flickr8k_the_raw_captions_are_read(tmp_path: Path) -> None:
+    raw = TABLES["Flickr8k/Flickr8k.token.txt"]
+    files = {
+        "Flickr8k.token.txt": raw,
+        "Flickr8k.lemma.token.txt": raw.lower(),
+        "Flickr_8k.trainImages.txt": joined(*NAMES),
+        "CrowdFlowerAnnotations.txt": joined(*(f"{name}\t{name}#1\t0.2\t1\t3" for name in NAMES)),
+        "ExpertAnnotations.txt": joined(*(f"{name}\t{name}#1\t1\t1\t1" for name in NAMES)),
+        "readme.txt": "If you use this, please cite: Framing image description, 2013\n",
+    }
+    write_photographs(tmp_path, {f"Flickr8k_text/{name}": content for name, content in files.items()})
+    found = survey(str(tmp_path))
+    assert found.keys["annotations"] == "Flickr8k_text/Flickr8k.token.txt"
+    assert found.dataset.column("captions") == list(TEXTS.values())
+
+
+def test_a_row_without_a_caption_is_reported(tmp_path: Path) -> None:
+    """Line 20,000 of the results.csv of Flickr30k lacks a delimiter."""
+    table = TABLES["Kaggle 30k/results.csv"].replace("0.jpg| 4| ", "0.jpg| 4   ", 1)
+    write_photographs(tmp_path, {"results.csv": table})
+    found = survey(str(tmp_path))
+    assert found.dataset.column("captions")[0] == TEXTS["0.jpg"][:4]
+    assert found.left_out == [f"1 rows without a caption are not used, first {tmp_path / 'results.csv'}: row 5"]
+
+
+def test_parquet_may_name_image_files(tmp_path: Path) -> None:
+    """As `Dataset.to_parquet` writes images that are files."""
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    images = pa.array([{"bytes": None, "path": name} for name in NAMES], kind)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"image": images, "Caption": list(TEXTS.values())}), tmp_path / "data/train.parquet")
+    write_photographs(tmp_path, {})
+    found = survey(str(tmp_path))
+    assert found.keys["images"] == "photos" and found.dataset.column("captions") == list(TEXTS.values())
+    assert found.dataset.column("uri")[7] == str(tmp_path / "photos/7.jpg")
+
+
+@given(
+    captions=st.lists(
+        st.text(st.sampled_from("ab ,;|\t\"'[]\n\r\\\u2028é"), min_size=1, max_size=12), min_size=1, max_size=6
+    ),
+    delimiter=st.sampled_from(",;|\t"),
+)
+def test_what_a_csv_writer_writes_is_read(
+    tmp_path_factory: pytest.TempPathFactory, captions: list[str], delimiter: str
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    rows = [[f"{number}.jpg", caption, "train"] for number, caption in enumerate(captions)]
+    (folder / "t.txt").write_bytes(delimited(["image", "caption", "split"], rows, delimiter).encode())
+    read = read_annotations(DataSection(root=str(folder), annotations="t.txt"), folder).dataset
+    assert read.column("captions") == [as_list(caption) for caption in captions]
+
+
+@pytest.mark.parametrize("number", [0, 4, 39])
+@pytest.mark.parametrize(("end", "other"), [("", 4), (".", 20), ('"', 9)])
+def test_a_quote_that_nothing_closes_swallows_no_row(tmp_path: Path, number: int, end: str, other: int) -> None:
+    texts = [f"a dog {each}" for each in range(40)]
+    texts[number] = f'"{texts[number]}'
+    texts[other] += end
+    rows = [f"{each},{name},{text}" for each, (name, text) in enumerate(zip(NAMES, texts, strict=True))]
+    write_photographs(tmp_path, {"captions.csv": joined("id,image,caption", *rows)})
+    if number == other and end == '"':
+        texts[number] = texts[number].strip('"')
+    assert survey(str(tmp_path)).dataset.column("captions") == [[text] for text in texts]
+
+
+HEADER = "image,caption\n"
+REFUSED: dict[str, tuple[str, bytes | str, str]] = {  # {what: (file name, content, part of the sentence)}
+    "UTF-16": (
+        "captions.txt",
+        (HEADER + "0.jpg,a").encode("utf-16"),
+        r"not text in UTF-8 \(byte 0\); save it as UTF-8",
+    ),
+    "UTF-16 without a mark": ("c.csv", (HEADER + "0.jpg,a").encode("utf-16-le"), "not text in UTF-8.*save it as UTF-8"),
+    "UTF-16 lines": ("c.jsonl", '{"image": "0.jpg"}\n'.encode("utf-16"), "not text in UTF-8.*save it as UTF-8"),
+    "Latin-1": ("captions.txt", (HEADER + "0.jpg,café").encode("latin-1"), "byte 23.; save it as UTF-8"),
+    "repeated": ("c.csv", "image,caption,caption\n0.jpg,a,b\n", "names the column 'caption' twice; rename one of them"),
+    "no delimiter": ("c.tsv", "image\n0.jpg\n", "its first line has no names of columns with commas, tabs"),
+    "commas": ("c.csv", "image,caption,split\n0.jpg,a, b,val\n", "line 2 has 4 values.*put texts with commas into"),
+    "open quote": ("c.csv", 'image,caption,split\n0.jpg,a,val\n0.jpg,"a, b,val\n', "line 3 has 4.*not closed"),
+    "unknown columns": (
+        "c.txt.csv",
+        "bild,wort\n0.jpg,a, b\n",
+        "no text in the column image or file_name; .* bild, wort",
+    ),
+    "LLaVA": (
+        "a.json",
+        '[{"id": 1, "image": "0.jpg", "conversations": []}]',
+        "has conversations, as LLaVA's .* the columns",
+    ),
+    "list of texts": ("captions.json", '["a", "b"]', "row 1 is not an object"),
+    "results of COCO": ("a.json", '[{"image_id": 3, "caption": "a"}]', "row 1 has no text in the column image"),
+    "object": ("captions.json", '{"0.jpg": ["a"]}', "unknown format; expected .*'images'"),
+    "broken": ("captions.json", '[{"image": "0.jpg"', "is not valid JSON"),
+    "addresses": ("c.tsv", "caption\timage\na\thttps://x.org/0.jpg\n", "on the web .*; download them"),
+    "save_to_disk": ("train/data-00000-of-00001.arrow", b"\xff\xff", "save_to_disk of Hugging Face's .*to_parquet"),
+    "no annotations": ("package.json", "{}", "package.json has an unknown format"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, what: str) -> None:
+    name, content, message = REFUSED[what]
+    write_photographs(tmp_path, {name: content, "train/dataset_info.txt": "{}"})
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(UserError, match=message) as error:
+            survey(str(place))
+        assert str(error.value).isprintable()
 
 
 CAPTIONS = {

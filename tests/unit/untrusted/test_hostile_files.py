@@ -60,7 +60,7 @@ def parquet(**columns: Any) -> bytes:
         ("a.jsonl", LINE.replace('"train"', "NaN"), "row 1: split nan is not text"),
         ("a.jsonl", LINE + DEEP, "line 2 is not valid JSON.*nested too deeply"),
         ("a.jsonl", '{"x": "\\ud800"}', "no text in the column image"),
-        ("a.csv", "image,captions\n" + "a" * 200_000, "as a table: field larger than"),
+        ("a.csv", 'image,captions,id\n"a,b,' + ",a" * 200_000, "as a table: line 2 has 200003 values"),
         ("a.csv", ",".join(map(str, range(2000))) + "\n1\n", "more than 1000 columns"),
         ("a.parquet", parquet(image=["a.png"], id=[float("inf")]), "row 1: id inf is not a whole number"),
         ("a.parquet", b"PAR1" + bytes(200), "is not a readable Parquet file"),
@@ -76,7 +76,9 @@ def test_hostile_annotations_are_named(tmp_path: Path, name: str, content: bytes
 def test_captions_that_are_not_text_are_reported_with_their_place(tmp_path: Path) -> None:
     """One bad caption does not hide the others from `raycap check`."""
     sentences = '"sentences": [{"raw": "\\ud800"}, {"raw": NaN}, {"raw": "a cat"}, {"raw": ' + NESTED + "}]"
-    dataset, problems = annotations(tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences))
+    dataset, problems, _ = annotations(
+        tmp_path, "a.json", KARPATHY.replace('"sentences": [{"raw": "a cat"}]', sentences)
+    )
     assert dataset.column("captions") == [["a cat"]]
     assert [problem.split("a caption is ")[1] for problem in problems] == [
         "not text in any encoding",
@@ -85,7 +87,7 @@ def test_captions_that_are_not_text_are_reported_with_their_place(tmp_path: Path
     ]
     buffer = io.StringIO(newline="")
     csv.writer(buffer).writerows([["image", "captions"], ["a.png", "[" * 100_000], ["b.png", '["a cat"]']])
-    dataset, problems = annotations(tmp_path, "a.csv", buffer.getvalue())
+    dataset, problems, _ = annotations(tmp_path, "a.csv", buffer.getvalue())
     assert dataset.column("captions")[1] == ["a cat"]
     assert len(problems) == 1 and "a caption has 100000 characters" in problems[0]
 

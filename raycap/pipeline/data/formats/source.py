@@ -51,6 +51,7 @@ MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; lar
 MAX_FILES = 100_000  # files that one pattern may name
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
 MAX_CAPTION = 10_000  # characters, because the time of metrics grows with the square of a caption's length
+MAX_LIST = 100 * MAX_CAPTION  # characters of a list in a cell
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can contain, but UTF-8 cannot
 BUFFERED_ROWS = 10_000  # rows that are collected before they become Arrow arrays, which take less memory
 LISTS = pa.list_(pa.string())
@@ -421,23 +422,22 @@ def as_list(value: object) -> list[Any]:
             items = parse_json(value, "cell", strict=False)
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return items
-        items = _written_list(value.strip())
-        return [value] if items is None else items
+        return _written_list(value.strip()) or [value]
     return value if isinstance(value, list) else [value]
 
 
-def _written_list(text: str) -> list[str] | None:
-    """The texts of a list as Python or NumPy write it: ['a', "b"] or ['a' 'b']. None for any other text."""
-    items, place = [], 1
+def _written_list(text: str) -> list[str]:
+    """The texts of a list as Python or NumPy write it: ['a', "b"] or ['a' 'b']. Empty for any other text."""
+    items, place = list[str](), 1
     with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about backslashes that escape nothing
-        while match := _ITEM.match(text, place):
+        while match := _ITEM.match(text, place, MAX_LIST):
             place = match.end()
             if quote := match[1]:  # two quotes in a text are one, as in SQL
                 items.append(ast.literal_eval(quote + match[2].replace(2 * quote, f"\\{quote}") + quote))
-        if items and re.fullmatch(r"[\s,]*\]", text[place:]):
+        if re.fullmatch(r"[\s,]*\]", text[place:]):
             return items
-    return None
+    return []
 
 
 def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:

@@ -180,20 +180,18 @@ def _read_row(file: io.StringIO, line: str, header: Header, most: int) -> list[s
     A row that is not as in a CSV file, for example because a caption begins with a quote that nothing closes, is
     divided at its delimiters. most: the number of these; further ones are in the caption.
     """
-    count, delimiter = len(header.columns), header.delimiter
-    options: dict[str, Any] = {"delimiter": delimiter, "skipinitialspace": header.has_blanks}
+    delimiter = header.delimiter
     if '"' in line and not header.has_numbers:
-        place = file.tell()
+        place, lines = file.tell(), chain([line], islice(file, MAX_ROW_LINES))
+        rows = csv.reader(lines, strict=True, delimiter=delimiter, skipinitialspace=header.has_blanks)
         with suppress(csv.Error):
-            values = next(csv.reader(chain([line], islice(file, MAX_ROW_LINES)), strict=True, **options))
+            values = next(rows)
             others = [part.split(delimiter) for value in values for part in value.split("\n")[1:]]
             has_swallowed = any(len(cells) > 1 and any(map(is_image, cells)) for cells in others)  # the next rows
-            if len(values) <= count and not has_swallowed:
+            if len(values) <= len(header.columns) and not has_swallowed:
                 return values
         file.seek(place)
-    plain = line.rstrip("\r\n")
-    values = plain.split(delimiter, most)
-    return values if len(values) <= count else next(csv.reader([plain], **options))
+    return line.rstrip("\r\n").split(delimiter, most)
 
 
 def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Values]:

@@ -52,6 +52,7 @@ def describe(file: pq.ParquetFile) -> Values:
     schema, metadata = file.schema_arrow, file.metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
     numbers = {leaf.path: index for index, leaf in enumerate(leaves) if not leaf.max_repetition_level}
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     binary: dict[str, tuple[int, str | None]] = {}
     for field in schema:
         if schema.names.count(field.name) > 1:
@@ -61,16 +62,11 @@ def describe(file: pq.ParquetFile) -> Values:
         elif pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
             path = f"{field.name}.path" if field.type.get_field_index("path") >= 0 else None
             leaf = numbers.get(f"{field.name}.bytes")
-            if leaf is not None and is_binary(field.type.field("bytes").type) and has_values(metadata, leaf):
-                binary[field.name] = leaf, path
-    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    return {"columns": schema.names, "binary": binary, "groups": groups}
-
-
-def has_values(metadata: pq.FileMetaData, leaf: int) -> bool:
-    """False if the file says that all values of a leaf column are missing."""
-    columns = [metadata.row_group(index).column(leaf) for index in range(metadata.num_row_groups)]
-    return not all(each.statistics and each.statistics.null_count == each.num_values for each in columns)
+            if leaf is not None and is_binary(field.type.field("bytes").type):
+                known = [(group.num_rows, group.column(leaf).statistics) for group in groups]
+                if not all(each and each.null_count == num_rows for num_rows, each in known):
+                    binary[field.name] = leaf, path
+    return {"columns": schema.names, "binary": binary, "groups": [group.num_rows for group in groups]}
 
 
 def is_binary(kind: pa.DataType) -> bool:
