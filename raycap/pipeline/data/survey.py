@@ -85,9 +85,7 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
             found = tuple(name for name in group[:MAX_SOURCES] if not is_doubtful or _has_captions(root / name))
             if found:
                 yield Candidate("files", found if len(group) <= MAX_SOURCES else group)
-            if (
-                is_mixed and len(found) > 1
-            ):  # Flickr8k has two files, and the one with the shorter name has raw captions
+            if is_mixed and len(found) > 1:  # Flickr8k has two; the one with the shorter name has the raw captions
                 yield from (Candidate("files", (name,)) for name in sorted(found, key=len))
     for endings in ((".tar",), (".tar.gz", ".tgz")):  # compressed ones for the reader's error, which names the remedy
         for group in _groups([name for name in names if name.endswith(endings)]):

@@ -51,7 +51,6 @@ MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; lar
 MAX_FILES = 100_000  # files that one pattern may name
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
 MAX_CAPTION = 10_000  # characters, because the time of metrics grows with the square of a caption's length
-MAX_LIST = 100 * MAX_CAPTION  # characters of a list in a cell
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can contain, but UTF-8 cannot
 BUFFERED_ROWS = 10_000  # rows that are collected before they become Arrow arrays, which take less memory
 LISTS = pa.list_(pa.string())
@@ -431,7 +430,7 @@ def _written_list(text: str) -> list[str]:
     items, place = list[str](), 1
     with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about backslashes that escape nothing
-        while match := _ITEM.match(text, place, MAX_LIST):
+        while match := _ITEM.match(text, place, 100 * MAX_CAPTION):
             place = match.end()
             if quote := match[1]:  # two quotes in a text are one, as in SQL
                 items.append(ast.literal_eval(quote + match[2].replace(2 * quote, f"\\{quote}") + quote))
