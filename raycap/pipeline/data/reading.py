@@ -47,7 +47,7 @@ from raycap.pipeline.data.formats.source import (
     split_in_name,
     unused_kind,
 )
-from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, table_entries
+from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, read_head, table_entries
 from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
 from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
@@ -442,13 +442,14 @@ def _open(name: str, source: Source) -> tuple[str, Any]:
     name: the configured format, or "auto". Raises UserError if the format is unknown, or lacks tokens that are needed.
     """
     form = _form_by_name(source) if name == "auto" else name
+    if form is None and read_head(source.annotations).is_table:
+        form = "table"
     data = FORMATS[form or "coco"].open(source)
     if form is None:
         images = data.get("images") if isinstance(data, dict) else None
         if not isinstance(images, list):
-            expected = "Karpathy's or COCO's JSON (an object with a list 'images')"
-            problem = f"expected {expected}, a table that ends in {', '.join(TABLE_ENDINGS)}, a .tar, or a folder"
-            raise UserError(f"{source.annotations} has an unknown format; {problem}")
+            expected = "Karpathy's or COCO's JSON (an object with a list 'images'), a table, a .tar, or a folder"
+            raise UserError(f"{source.annotations} has an unknown format; expected {expected}")
         is_coco = bool(images) and isinstance(images[0], dict) and {"filename", "sentences"}.isdisjoint(images[0])
         form = "coco" if is_coco else "karpathy"
     if source.with_tokens and form != "karpathy":
@@ -460,7 +461,7 @@ def _open(name: str, source: Source) -> tuple[str, Any]:
 
 
 def _form_by_name(source: Source) -> str | None:
-    """The format of an annotation file by its name. None for JSON, because only its content shows the format."""
+    """The format of an annotation file by its name. None if only its content shows the format, as with JSON."""
     path, name = source.annotations, source.annotations_name
     if path.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
         return "table"

@@ -5,14 +5,13 @@ File names suggest candidates. Each candidate is read as a configuration would r
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -20,21 +19,33 @@ from pydantic import ValidationError
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import COLUMNS, is_image, matches, opened, split_in_name
-from raycap.pipeline.data.formats.table import TABLE_ENDINGS
+from raycap.pipeline.data.formats.source import COLUMNS, columns_named, is_image, matches, opened, split_in_name
+from raycap.pipeline.data.formats.table import MIXED_ENDINGS, TABLE_ENDINGS, read_head
 from raycap.pipeline.data.reading import Annotations, read_annotations
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import one_line, plain_name, printable, quoted, shown
+from raycap.pipeline.runtime.names import one_line, plain_name, quoted, shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
-from raycap.pipeline.storage.untrusted.documents import parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
 
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
-MAX_HEADER_BYTES = 2**20  # limit of the first line of a table
+_USUAL = re.compile(r"(?:^|/)(?:dataset|caption|annotation|nocaps|image_info)[^/]*$")  # tried first
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 # names of columns that are tried after those of `pipeline.data.formats.source.COLUMNS`
 OTHER_COLUMNS = {
-    "image": ("img", "jpg", "png", "filename", "filepath", "file", "path", "image_path", "image_name", "image_file"),
+    "image": (
+        "img",
+        "jpg",
+        "png",
+        "filename",
+        "filepath",
+        "file",
+        "path",
+        "image_path",
+        "image_name",
+        "image_file",
+        "image_id",
+    ),
     "captions": ("sentences", "sentence", "description", "title", "comment", "alt_text", "alt", "prompt", "txt", "raw"),
 }
 MAX_LISTED = 2_000_000  # files of a folder that are looked at
@@ -49,29 +60,44 @@ PARQUET_WITH_IMAGES = "Parquet with images"
 
 
 class Candidate(NamedTuple):
-    """Files that may be one data set. form: JSON, table, tars or text. files: annotation files, or images for text."""
+    """Files that may be one data set. form: files, tars or text. files: annotation files, or images for text."""
 
     form: str
     files: tuple[str, ...]
 
 
-def find_candidates(names: Sequence[str]) -> Iterator[Candidate]:
-    """The candidates among these files, the likeliest first."""
-    documents = [name for name in names if name.endswith((".json", ".json.gz"))]
-    for group in _groups(documents):
-        # Several JSON files are only tried under usual names, because some of them may not be annotations.
-        has_usual_name = re.match(r"dataset|caption|annotation|nocaps|image_info", group[0].rsplit("/", 1)[-1])
-        if len(documents) == 1 or has_usual_name:
-            yield Candidate("JSON", group)
-    for ending in TABLE_ENDINGS:
-        for group in _groups([name for name in names if name.endswith((ending, f"{ending}.gz"))]):
-            yield Candidate("table", group)
+def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candidate]:
+    """The candidates among the files below `root`, the likeliest first."""
+    stems = {name.rpartition(".")[0] for name in names if is_image(name)}
+    for ending in (".arrow", ".json", *TABLE_ENDINGS):
+        is_mixed = ending in MIXED_ENDINGS
+        files = [name for name in names if name.removesuffix(".gz").endswith(ending)]
+        files = [name for name in files if not (is_mixed and name.rpartition(".")[0] in stems)]
+        for group in sorted(_groups(files), key=lambda group: not _USUAL.search(group[0])):
+            is_doubtful = is_mixed or (ending == ".json" and len(files) > 1 and not _USUAL.search(group[0]))
+            found = tuple(name for name in group[:MAX_SOURCES] if not is_doubtful or _has_captions(root / name))
+            if found:
+                yield Candidate("files", found if len(group) <= MAX_SOURCES else group)
+            if is_mixed and len(found) > 1:  # Flickr8k has two; the one with the shorter name has the raw captions
+                yield from (Candidate("files", (name,)) for name in sorted(found, key=len))
     for endings in ((".tar",), (".tar.gz", ".tgz")):  # compressed ones for the reader's error, which names the remedy
         for group in _groups([name for name in names if name.endswith(endings)]):
             yield Candidate("tars", group)
-    stems = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
-    if texts := tuple(name for name in names if is_image(name) and name.rpartition(".")[0] in stems):
-        yield Candidate("text", texts)
+    texts = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
+    if images := tuple(name for name in names if is_image(name) and name.rpartition(".")[0] in texts):
+        yield Candidate("text", images)
+
+
+def _has_captions(path: StoragePath) -> bool:
+    """True if a file of text or JSON begins as one with images and captions does, or cannot be read."""
+    try:
+        text, is_table, columns = read_head(path)
+    except UserError:
+        return True  # for the reader's error
+    if not is_table:
+        return re.search(r'"(images|annotations)"\s*:\s*\[', text) is not None
+    roles = (columns_named((*COLUMNS[role], *others), columns, role) for role, others in OTHER_COLUMNS.items())
+    return "conversations" in columns or all(roles)
 
 
 def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> tuple[str, Values]:
@@ -84,24 +110,30 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
     keys = _sources(candidate.files, names)
     if candidate.form == "tars":
         return "WebDataset tars", keys
-    if candidate.form == "JSON":
-        return "JSON", keys
     first = root / candidate.files[0]
-    columns, binary = _columns_of(first)
+    binary: list[str] = []  # columns that contain images
+    if first.name.endswith(".parquet"):
+        with opened(first) as file:
+            table = ParquetFile(file, f"annotation file {first}")
+        columns = tuple(table.columns)
+        binary = [name for name in columns if table.binary_column(name) is not None]
+    else:
+        _, is_table, columns = read_head(first)
+        if not is_table:
+            return "JSON", keys
     chosen: dict[str, str] = {}
     for role, others in OTHER_COLUMNS.items():
-        found = [name for other in others for name in columns if name.lower() == other]
+        found = [other for other in others if columns_named((other,), columns, role)]
         if role == "image":
             found += binary
-        if found and set(COLUMNS[role]).isdisjoint(columns):
+        if found and not columns_named(COLUMNS[role], columns, role):
             chosen[role] = found[0]
     if chosen:
         keys["columns"] = chosen
-    image_columns = [chosen["image"]] if "image" in chosen else [name for name in COLUMNS["image"] if name in columns]
-    if image_columns and image_columns[0] in binary:
+    image = columns_named((chosen["image"],) if "image" in chosen else COLUMNS["image"], columns, "image")
+    if image and image[0] in binary:
         return PARQUET_WITH_IMAGES, keys
-    ending = next(ending for ending in TABLE_ENDINGS if first.name.removesuffix(".gz").endswith(ending))
-    return f"table ({ending})", keys
+    return f"table ({PurePosixPath(first.name.removesuffix('.gz')).suffix})", keys
 
 
 def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -174,27 +206,6 @@ def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
     return list(files)
 
 
-def _columns_of(path: StoragePath) -> tuple[list[str], list[str]]:
-    """The columns of a table, and the columns that contain images, which only Parquet has. Raises UserError."""
-    title = f"annotation file {path}"
-    with opened(path) as file:
-        if path.name.endswith(".parquet"):
-            table = ParquetFile(file, title)
-            return table.columns, [name for name in table.columns if table.binary_column(name) is not None]
-        line = file.readline(MAX_HEADER_BYTES)
-    if path.name.endswith(".csv"):
-        try:
-            columns = next(csv.reader(io.StringIO(line.decode("utf-8-sig", errors="replace"))), [])
-        except csv.Error as error:
-            raise UserError(f"{title} cannot be read as a table: {one_line(error)}; correct its first line") from error
-        if len(columns) == 1 and re.search("[;\t|]", columns[0]):
-            problem = f"has one column, {printable(columns[0])[:100]!r}"
-            raise UserError(f"{title} {problem}; separate the columns by commas instead")
-        return columns, []
-    entry = parse_json(line, f"{title}: line 1", strict=False) if line.startswith(b"{") else {}
-    return list(entry), []
-
-
 @dataclass(frozen=True)
 class Survey:
     """A data set that has been read. form: in words. keys: those of the section `data`, without root.
@@ -222,10 +233,12 @@ def survey(place: str) -> Survey:
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
     names = [name for name in listed if "/." not in f"/{name}"]  # without hidden files
-    # An annotation file is the only candidate, but files beside it may be its images.
     chosen = [path.name] if is_file else names
+    candidates = find_candidates(root, chosen)
+    if is_file and not is_image(path.name):  # it is the only candidate, but files beside it may be its images
+        candidates = iter([Candidate("tars" if path.name.endswith(TAR_ENDINGS) else "files", (path.name,))])
     failure: UserError | None = None
-    for candidate in find_candidates(chosen):
+    for candidate in candidates:
         try:
             return _read(root, candidate, names)
         except UserError as error:
@@ -241,7 +254,7 @@ def survey(place: str) -> Survey:
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
     """Reads a candidate, and divides it into the splits that training needs. Raises UserError if it is no data set."""
     form, keys = read_names(root, candidate, names)
-    if candidate.form in ("JSON", "table") and form != PARQUET_WITH_IMAGES:  # they name image files
+    if candidate.form == "files" and form != PARQUET_WITH_IMAGES:  # they name image files
         keys = _with_images_folder(root, keys, names)
     dataset, problems, _ = _rows(root, keys)
     if problems:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import random
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.first_configuration import detect_language
-from raycap.pipeline.data.formats.source import find_files
+from raycap.pipeline.data.formats.source import Splits, as_list, find_files
+from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.survey import find_candidates, read_names, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, storage_path
@@ -136,10 +146,232 @@ def test_the_keys_name_exactly_the_files_of_a_candidate(tmp_path: Path, seed: in
         for _ in range(draw.randint(1, 8))
     }
     root = write(tmp_path, sorted(names))
-    for candidate in find_candidates(sorted(names)):
+    for candidate in find_candidates(root, sorted(names)):
         _, keys = read_names(root, candidate, sorted(names))
         found = [name for each in keys.get("sources", [keys]) for name in find_files(root, each["annotations"])]
         assert sorted(found) == sorted(candidate.files)
+
+
+NAMES = [f"{number}.jpg" for number in range(40)]
+TEXTS = {  # five captions without tabs and line ends, as people write them
+    name: [
+        f"A dog, brown, and {name[0]} cats",
+        "it's a dog",
+        '"Stop" on a sign',
+        'Un café | bar; a 5" screen',
+        "[sic] a dog",
+    ]
+    for name in NAMES
+}
+PAIRS = [(name, caption) for name in NAMES for caption in TEXTS[name]]
+
+
+def delimited(header: list[str], rows: list[list[Any]], delimiter: str = ",", **options: Any) -> str:
+    file = io.StringIO()
+    csv.writer(file, delimiter=delimiter, **options).writerows([header, *rows])
+    return file.getvalue()
+
+
+def joined(*rows: str) -> str:
+    return "".join(f"{row}\n" for row in rows)
+
+
+def coco(names: list[str]) -> str:
+    images = [{"id": int(name[:-4]), "file_name": name} for name in names]
+    entries = [{"image_id": int(name[:-4]), "caption": caption} for name in names for caption in TEXTS[name]]
+    return json.dumps({"info": {"year": 2014}, "licenses": [], "images": images, "annotations": entries})
+
+
+def numpy_list(captions: list[str]) -> str:
+    lines = "\n ".join(map(repr, captions))
+    return f"[{lines}]"
+
+
+LISTS = [{"image": name, "caption": TEXTS[name]} for name in NAMES]
+ONE_BY_ONE = [{"image": name, "caption": text, "image_id": f"coco_{name[:-4]}"} for name, text in PAIRS]
+TABLES: dict[str, str] = {  # {file name: content}; a word in brackets tells apart files of one name
+    "LAVIS/coco_karpathy.json": json.dumps(ONE_BY_ONE),
+    "LAVIS lists/flickr30k.json": json.dumps(LISTS, indent=1),
+    "numbers/all.json": json.dumps([{**row, "image_id": n} for n, row in enumerate(LISTS)]),
+    "lines/train_data.json": joined(*map(json.dumps, LISTS)),
+    "lines/captions.txt": joined(*map(json.dumps, ONE_BY_ONE)),
+    "other columns/x.json": json.dumps([{"Filename": name, "Sentence": text} for name, text in PAIRS]),
+    "COCO/my_pictures.json": coco(NAMES),
+    "Flickr8k/Flickr8k.token.txt": joined(
+        *(f"{name}#{n}\t{text}" for name in NAMES for n, text in enumerate(TEXTS[name]))
+    ),
+    "Flickr30k/results_20130124.token": joined(
+        *(f"{name}#{n}\t{text}" for name in NAMES for n, text in enumerate(TEXTS[name]))
+    ),
+    "Kaggle/captions.txt": joined("image,caption", *(f"{name},{text}" for name, text in PAIRS)),
+    "Kaggle, CRLF and BOM/captions.txt": "\ufeffimage,caption\r\n"
+    + "".join(f"{name},{text}\r\n" for name, text in PAIRS),
+    "Kaggle, quoted/captions.txt": delimited(["image", "caption"], [list(pair) for pair in PAIRS]),
+    "Kaggle 30k/results.csv": joined(
+        "image_name| comment_number| comment", *(f"{name}| {n % 5}| {text}" for n, (name, text) in enumerate(PAIRS))
+    ),
+    "captions first/captions.csv": delimited(["caption", "image"], [[text, name] for name, text in PAIRS]),
+    "tabs/captions.tsv": joined("image\tcaption", *(f"{name}\t{text}" for name, text in PAIRS)),
+    "pandas' tabs/captions.tsv": delimited(["", "image", "caption"], [[0, *pair] for pair in PAIRS], "\t"),
+    "semicolons/captions.csv": delimited(["image", "caption"], [list(pair) for pair in PAIRS], ";"),
+    "no names/pairs.caption": joined(*(f"{name}\t{text}" for name, text in PAIRS)),
+    "numbers of columns/c.csv": delimited(
+        [" Image ", *(f"caption_{n}" for n in range(5)), "caption_5"], [[name, *TEXTS[name], ""] for name in NAMES]
+    ),
+    "numbers of comments/c.tsv": delimited(
+        ["FILE", *(f"Comment{n}" for n in range(1, 6))], [[name, *TEXTS[name]] for name in NAMES], "\t"
+    ),
+    "JSON in a cell/c.csv": delimited(["image", "captions"], [[name, json.dumps(TEXTS[name])] for name in NAMES]),
+    "Python in a cell/c.csv": delimited(["image", "captions"], [[name, str(TEXTS[name])] for name in NAMES]),
+    "NumPy in a cell/c.csv": delimited(["image", "captions"], [[name, numpy_list(TEXTS[name])] for name in NAMES]),
+}
+
+
+def write_photographs(folder: Path, files: dict[str, bytes | str]) -> None:
+    (folder / "photos").mkdir()
+    for name in NAMES:
+        (folder / "photos" / name).touch()
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@pytest.mark.parametrize("form", TABLES)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_annotations_that_people_have_are_one_data_set(tmp_path: Path, form: str, is_file: bool) -> None:
+    file = tmp_path / form.rpartition("/")[2]
+    others = {
+        "package.json": '{"name": "x", "images": {"a": 1}}',
+        "list.json": '[{"name": "x", "version": "1"}]',
+        "notes.txt": "Photographs, taken by us\n0.jpg",
+    }
+    write_photographs(tmp_path, {**others, file.name: TABLES[form]})
+    found = survey(str(file if is_file else tmp_path))
+    assert found.keys["images"] == "photos" and found.keys["annotations"] == file.name
+    read, problems, left_out = read_annotations(DataSection(root=str(tmp_path), **found.keys), tmp_path)
+    assert read.table.equals(found.dataset.table) and not problems and not left_out
+    assert dict(zip(read.column("uri"), read.column("captions"), strict=True)) == {
+        str(tmp_path / "photos" / name): captions for name, captions in TEXTS.items()
+    }
+    splits = [Splits({}, found.keys["split_fractions"], 0).drawn(f"photos/{name}") for name in NAMES]
+    assert read.column("split") == splits
+
+
+def test_splits_in_the_names_of_coco_files(tmp_path: Path) -> None:
+    parts = {"train": NAMES[:30], "val": NAMES[30:35], "test": NAMES[35:]}
+    write_photographs(tmp_path, {f"{split}_data.json": coco(names) for split, names in parts.items()})
+    found = survey(str(tmp_path))
+    assert found.dataset.split_sizes() == {split: len(names) for split, names in parts.items()}
+
+
+def test_of_flickr8k_the_raw_captions_are_read(tmp_path: Path) -> None:
+    raw = TABLES["Flickr8k/Flickr8k.token.txt"]
+    files = {
+        "Flickr8k.token.txt": raw,
+        "Flickr8k.lemma.token.txt": raw.lower(),
+        "Flickr_8k.trainImages.txt": joined(*NAMES),
+        "CrowdFlowerAnnotations.txt": joined(*(f"{name}\t{name}#1\t0.2\t1\t3" for name in NAMES)),
+        "ExpertAnnotations.txt": joined(*(f"{name}\t{name}#1\t1\t1\t1" for name in NAMES)),
+        "readme.txt": "If you use this, please cite: Framing image description, 2013\n",
+    }
+    write_photographs(tmp_path, {f"Flickr8k_text/{name}": content for name, content in files.items()})
+    found = survey(str(tmp_path))
+    assert found.keys["annotations"] == "Flickr8k_text/Flickr8k.token.txt"
+    assert found.dataset.column("captions") == list(TEXTS.values())
+
+
+def test_a_row_without_a_caption_is_reported(tmp_path: Path) -> None:
+    """Line 20,000 of the results.csv of Flickr30k lacks a delimiter."""
+    table = TABLES["Kaggle 30k/results.csv"].replace("0.jpg| 4| ", "0.jpg| 4   ", 1)
+    write_photographs(tmp_path, {"results.csv": table})
+    found = survey(str(tmp_path))
+    assert found.dataset.column("captions")[0] == TEXTS["0.jpg"][:4]
+    assert found.left_out == [f"1 rows without a caption are not used, first {tmp_path / 'results.csv'}: row 5"]
+
+
+def test_parquet_may_name_image_files(tmp_path: Path) -> None:
+    """As `Dataset.to_parquet` writes images that are files."""
+    kind = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    images = pa.array([{"bytes": None, "path": name} for name in NAMES], kind)
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"image": images, "Caption": list(TEXTS.values())}), tmp_path / "data/train.parquet")
+    write_photographs(tmp_path, {})
+    found = survey(str(tmp_path))
+    assert found.keys["images"] == "photos" and found.dataset.column("captions") == list(TEXTS.values())
+    assert found.dataset.column("uri")[7] == str(tmp_path / "photos/7.jpg")
+
+
+@given(
+    captions=st.lists(
+        st.text(st.sampled_from("ab ,;|\t\"'[]\n\r\\\u2028é"), min_size=1, max_size=12), min_size=1, max_size=6
+    ),
+    delimiter=st.sampled_from(",;|\t"),
+)
+def test_what_a_csv_writer_writes_is_read(
+    tmp_path_factory: pytest.TempPathFactory, captions: list[str], delimiter: str
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    rows = [[f"{number}.jpg", caption, "train"] for number, caption in enumerate(captions)]
+    (folder / "t.txt").write_bytes(delimited(["image", "caption", "split"], rows, delimiter).encode())
+    read = read_annotations(DataSection(root=str(folder), annotations="t.txt"), folder).dataset
+    assert read.column("captions") == [as_list(caption) for caption in captions]
+
+
+@pytest.mark.parametrize("number", [0, 4, 39])
+@pytest.mark.parametrize(("end", "other"), [("", 4), (".", 20), ('"', 9)])
+def test_a_quote_that_nothing_closes_swallows_no_row(tmp_path: Path, number: int, end: str, other: int) -> None:
+    texts = [f"a dog {each}" for each in range(40)]
+    texts[number] = f'"{texts[number]}'
+    texts[other] += end
+    rows = [f"{each},{name},{text}" for each, (name, text) in enumerate(zip(NAMES, texts, strict=True))]
+    write_photographs(tmp_path, {"captions.csv": joined("id,image,caption", *rows)})
+    if number == other and end == '"':
+        texts[number] = texts[number].strip('"')
+    assert survey(str(tmp_path)).dataset.column("captions") == [[text] for text in texts]
+
+
+HEADER = "image,caption\n"
+REFUSED: dict[str, tuple[str, bytes | str, str]] = {  # {what: (file name, content, part of the sentence)}
+    "UTF-16": (
+        "captions.txt",
+        (HEADER + "0.jpg,a").encode("utf-16"),
+        r"not text in UTF-8 \(byte 0\); save it as UTF-8",
+    ),
+    "UTF-16 without a mark": ("c.csv", (HEADER + "0.jpg,a").encode("utf-16-le"), "not text in UTF-8.*save it as UTF-8"),
+    "UTF-16 lines": ("c.jsonl", '{"image": "0.jpg"}\n'.encode("utf-16"), "not text in UTF-8.*save it as UTF-8"),
+    "Latin-1": ("captions.txt", (HEADER + "0.jpg,café").encode("latin-1"), "byte 23.; save it as UTF-8"),
+    "repeated": ("c.csv", "image,caption,caption\n0.jpg,a,b\n", "names the column 'caption' twice; rename one of them"),
+    "no delimiter": ("c.tsv", "image\n0.jpg\n", "its first line has no names of columns with commas, tabs"),
+    "commas": ("c.csv", "image,caption,split\n0.jpg,a, b,val\n", "line 2 has 4 values.*put texts with commas into"),
+    "open quote": ("c.csv", 'image,caption,split\n0.jpg,a,val\n0.jpg,"a, b,val\n', "line 3 has 4.*not closed"),
+    "unknown columns": (
+        "c.txt.csv",
+        "bild,wort\n0.jpg,a, b\n",
+        "no text in the column image or file_name; .* bild, wort",
+    ),
+    "LLaVA": (
+        "a.json",
+        '[{"id": 1, "image": "0.jpg", "conversations": []}]',
+        "has conversations, as LLaVA's .* the columns",
+    ),
+    "list of texts": ("captions.json", '["a", "b"]', "row 1 is not an object"),
+    "results of COCO": ("a.json", '[{"image_id": 3, "caption": "a"}]', "row 1 has no text in the column image"),
+    "object": ("captions.json", '{"0.jpg": ["a"]}', "unknown format; expected .*'images'"),
+    "broken": ("captions.json", '[{"image": "0.jpg"', "is not valid JSON"),
+    "addresses": ("c.tsv", "caption\timage\na\thttps://x.org/0.jpg\n", "on the web .*; download them"),
+    "save_to_disk": ("train/data-00000-of-00001.arrow", b"\xff\xff", "save_to_disk of Hugging Face's .*to_parquet"),
+    "no annotations": ("package.json", "{}", "package.json has an unknown format"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, what: str) -> None:
+    name, content, message = REFUSED[what]
+    write_photographs(tmp_path, {name: content, "train/dataset_info.txt": "{}"})
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(UserError, match=message) as error:
+            survey(str(place))
+        assert str(error.value).isprintable()
 
 
 CAPTIONS = {

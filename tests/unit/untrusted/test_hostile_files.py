@@ -60,7 +60,7 @@ def parquet(**columns: Any) -> bytes:
         ("a.jsonl", LINE.replace('"train"', "NaN"), "row 1: split nan is not text"),
         ("a.jsonl", LINE + DEEP, "line 2 is not valid JSON.*nested too deeply"),
         ("a.jsonl", '{"x": "\\ud800"}', "no text in the column image"),
-        ("a.csv", "image,captions\n" + "a" * 200_000, "as a table: field larger than"),
+        ("a.csv", 'image,captions,id\n"a,b,' + ",a" * 200_000, "as a table: line 2 has 200003 values"),
         ("a.csv", ",".join(map(str, range(2000))) + "\n1\n", "more than 1000 columns"),
         ("a.parquet", parquet(image=["a.png"], id=[float("inf")]), "row 1: id inf is not a whole number"),
         ("a.parquet", b"PAR1" + bytes(200), "is not a readable Parquet file"),

@@ -29,7 +29,7 @@ def written(**options: Any) -> bytes:
 
 
 def locations(path: Path) -> list[ImageLocation]:
-    dataset, _, _ = read_annotations(DataSection(root=str(path.parent), annotations=path.name), path.parent)
+    dataset = read_annotations(DataSection(root=str(path.parent), annotations=path.name), path.parent).dataset
     return list(map(ImageLocation.parse, dataset.column("uri")))
 
 

@@ -137,6 +137,6 @@ def test_names_in_an_archive_lead_nowhere(tmp_path: Path) -> None:
     names = ("../../secret.jpg", "/etc/passwd.jpg", "a\x1b[2J.jpg", "s3://bucket/x.jpg", "tar:1+1+1:x.jpg")
     files = [(name, b"mine") for name in names]
     (tmp_path / "data" / "a.tar").write_bytes(packed(*files, *((f"{name[:-4]}.txt", b"a cat") for name in names)))
-    dataset, _, _ = read_annotations(DataSection(root=str(tmp_path), annotations="data/a.tar"), tmp_path)
+    dataset = read_annotations(DataSection(root=str(tmp_path), annotations="data/a.tar"), tmp_path).dataset
     assert len(dataset) == 5
     assert {read_image_file(StoragePath(uri)) for uri in dataset.column("uri")} == {b"mine"}

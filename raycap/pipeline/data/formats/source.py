@@ -7,6 +7,7 @@ raises UserError.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import glob
 import hashlib
@@ -14,12 +15,13 @@ import itertools
 import os
 import re
 import unicodedata
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -38,6 +40,9 @@ COLUMNS = {
     "id": ("id",),
     "split": ("split",),
 }
+_NUMBERED = r"([ _.-]?\d{1,3})?"  # the end of names such as caption_0 and caption1
+# an item of a list that Python or NumPy wrote, with the comma before it; NumPy writes no commas
+_ITEM = re.compile(r"""[\s,]*(?:(['"])((?:(?!\1)[^\\]|\\.|\1\1)*)\1|None|nan|null)""", re.DOTALL)
 IMAGE_ENDINGS = (
     ".apng", ".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".pjp", ".pjpeg", ".png",
     ".pnm", ".ppm", ".tif", ".tiff", ".webp",
@@ -267,14 +272,28 @@ class Source:
 
         Raises UserError if the column is missing and `data.columns` names it.
         """
-        names = self.column_names[column]
-        for name in names:
-            if name in entry:
-                return entry[name]
+        if names := self.columns_in(entry, column):
+            return entry[names[0]]
         if getattr(self.columns, column) is not None:
-            found = shorten(entry)
-            raise UserError(f"{location} has no column {quoted(names[0])} (data.columns.{column}); it has {found}")
+            wanted, found = quoted(self.column_names[column][0]), shorten(entry)
+            raise UserError(f"{location} has no column {wanted} (data.columns.{column}); it has {found}")
         return None
+
+    def columns_in(self, names: Iterable[str], column: str) -> tuple[str, ...]:
+        """Those of a table's columns that are a column of COLUMNS. Only captions may have several, with numbers."""
+        return columns_named(self.column_names[column], tuple(names), column)
+
+    def captions(self, entry: Mapping[str, object], location: str) -> list[Any]:
+        """The captions in an entry, in its column or in all its numbered columns. Raises UserError as `value` does."""
+        names = self.columns_in(entry, "captions")
+        if len(names) == 1:
+            return as_list(entry[names[0]])
+        if names:
+            return [item for name in names for item in as_list(entry[name]) if item not in ("", None)]
+        if "conversations" in entry:
+            remedy = "write one row for each image, with the columns image and caption"
+            raise UserError(f"{location} has conversations, as LLaVA's files do, and no captions; {remedy}")
+        return as_list(self.value(entry, "captions", location))
 
     def id_and_split(
         self, entry: Mapping[str, object], listed: tuple[str, ...], name: str, location: str
@@ -303,6 +322,21 @@ class Source:
         if not isinstance(split, str | int) or isinstance(split, bool):
             raise UserError(f"{location}: split {quoted(split)} is not text")
         return image_id, str(split)
+
+
+@lru_cache(maxsize=100)
+def columns_named(wanted: tuple[str, ...], columns: tuple[str, ...], role: str) -> tuple[str, ...]:
+    """The columns with the first of the wanted names that a table has, whatever their case and the blanks around them.
+
+    role: a column of COLUMNS. The names of captions may end in numbers, such as caption_0, caption_1.
+    """
+    for name in wanted:
+        if name in columns and role != "captions":
+            return (name,)
+        pattern = re.compile(re.escape(name) + (_NUMBERED if role == "captions" else ""), re.IGNORECASE)
+        if found := tuple(column for column in columns if pattern.fullmatch(column.strip())):
+            return found
+    return ()
 
 
 def _whole_number(value: Any) -> int | None:
@@ -415,7 +449,7 @@ class Rows:
 
 
 def as_list(value: object) -> list[Any]:
-    """The captions in a cell with a list, one caption, or nothing. In a CSV file, a list is written as JSON."""
+    """The captions in a cell with a list, one caption, or nothing. In a table of text, a list is itself a text."""
     if value is None:
         return []
     if isinstance(value, str) and value.startswith("["):
@@ -423,7 +457,22 @@ def as_list(value: object) -> list[Any]:
             items = parse_json(value, "cell", strict=False)
             if isinstance(items, list) and all(isinstance(item, str) for item in items):
                 return items
+        return _written_list(value.strip()) or [value]
     return value if isinstance(value, list) else [value]
+
+
+def _written_list(text: str) -> list[str]:
+    """The texts of a list as Python or NumPy write it: ['a', "b"] or ['a' 'b']. Empty for any other text."""
+    items, place = list[str](), 1
+    with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about backslashes that escape nothing
+        while match := _ITEM.match(text, place, 100 * MAX_CAPTION):
+            place = match.end()
+            if quote := match[1]:  # two quotes in a text are one, as in SQL
+                items.append(ast.literal_eval(quote + match[2].replace(2 * quote, f"\\{quote}") + quote))
+        if re.fullmatch(r"[\s,]*\]", text[place:]):
+            return items
+    return []
 
 
 def as_texts(values: list[Any], location: str, rows: Rows) -> list[str]:

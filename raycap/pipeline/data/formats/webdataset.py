@@ -14,7 +14,6 @@ from raycap.pipeline.data.formats.source import (
     IMAGE_ENDINGS,
     Rows,
     Source,
-    as_list,
     as_texts,
     is_hidden,
     is_image,
@@ -107,7 +106,6 @@ def read_samples(source: Source) -> tuple[list[Sample], list[tuple[str, str]]]:
     a.txt and a.json, as by WebDataset's rule. No image is read. Raises UserError.
     """
     title = f"annotation file {source.annotations}"
-    kept = [name for column in ("captions", "id", "split") for name in source.column_names[column]]
     samples: dict[str, Sample] = {}
     left_out: list[tuple[str, str]] = []
 
@@ -132,7 +130,8 @@ def read_samples(source: Source) -> tuple[list[Sample], list[tuple[str, str]]]:
                     sample.captions = lines_of(_read(file, member, title), label)
                 else:
                     entry = require_mapping(parse_json(_read(file, member, title), label, strict=False), label)
-                    sample.entry = {name: entry[name] for name in kept if name in entry}  # the others take memory
+                    kept = [name for column in ("captions", "id", "split") for name in source.columns_in(entry, column)]
+                    sample.entry = {name: entry[name] for name in kept}  # no other keys, to save memory
     for key, sample in samples.items():
         whole = samples.get(_first_key(key), sample)
         if sample.image is None or sample.captions or sample.entry or whole is sample:
@@ -176,9 +175,8 @@ def add_samples(source: Source, found: tuple[list[Sample], list[tuple[str, str]]
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
         image_id, split = source.id_and_split(sample.entry, (member.name.rsplit("/", 1)[-1],), name, location)
-        captions = sample.captions or as_list(source.value(sample.entry, "captions", location))
-        in_json = [sample.entry[column] for column in source.column_names["captions"] if column in sample.entry]
-        if sample.captions and any(in_json) and as_list(in_json[0]) != sample.captions:
+        captions = sample.captions or source.captions(sample.entry, location)
+        if source.columns_in(sample.entry, "captions") and source.captions(sample.entry, location) != captions:
             rows.leave_out("captions in JSON beside a text with other captions", name)
         uri = ImageLocation(source.annotations, (member.start, member.length), member.name).uri
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location)

@@ -46,11 +46,13 @@ def describe(file: pq.ParquetFile) -> Values:
 
     columns: the names of all columns. groups: the number of rows of each row group. binary: for each column of files,
     the number of the leaf column with the bytes, and the name of the column of paths or None. A column of files has
-    values of bytes, or structs with `bytes` and maybe `path`, as Hugging Face writes them.
+    values of bytes, or structs with `bytes` and maybe `path`, as Hugging Face writes them. If no row has bytes, it is a
+    column of paths.
     """
     schema, metadata = file.schema_arrow, file.metadata
     leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
     numbers = {leaf.path: index for index, leaf in enumerate(leaves) if not leaf.max_repetition_level}
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     binary: dict[str, tuple[int, str | None]] = {}
     for field in schema:
         if schema.names.count(field.name) > 1:
@@ -59,10 +61,12 @@ def describe(file: pq.ParquetFile) -> Values:
             binary[field.name] = numbers[field.name], None
         elif pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0:
             path = f"{field.name}.path" if field.type.get_field_index("path") >= 0 else None
-            if is_binary(field.type.field("bytes").type) and f"{field.name}.bytes" in numbers:
-                binary[field.name] = numbers[f"{field.name}.bytes"], path
-    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    return {"columns": schema.names, "binary": binary, "groups": groups}
+            leaf = numbers.get(f"{field.name}.bytes")
+            if leaf is not None and is_binary(field.type.field("bytes").type):
+                known = [(group.num_rows, group.column(leaf).statistics) for group in groups]
+                if not all(each and each.null_count == num_rows for num_rows, each in known):
+                    binary[field.name] = leaf, path
+    return {"columns": schema.names, "binary": binary, "groups": [group.num_rows for group in groups]}
 
 
 def is_binary(kind: pa.DataType) -> bool:
