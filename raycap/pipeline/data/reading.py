@@ -24,13 +24,15 @@ from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import DataSection, SourceSection
 from raycap.pipeline.data.content_keys import hash_files, take_snapshot
-from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
+from raycap.pipeline.data.dataset import SCHEMA, SOURCE_ID, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
     SURROGATE,
+    Identity,
     Rows,
     Source,
     Splits,
+    as_json,
     as_texts,
     errors_named,
     find_files,
@@ -50,7 +52,7 @@ from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted, shorten, shown
+from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions, is_remote
@@ -71,7 +73,7 @@ class Annotations(NamedTuple):
     left_out: list[str]
 
 
-Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
+Image = tuple[Identity, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
 
@@ -165,7 +167,7 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
     read_sources(rewarded, config.format, rows)
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
     taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
-    table = pa.concat_tables([table, *taught])
+    table = pa.concat_tables([table, *taught], promote_options="default")
     counts = table["image_id"].value_counts()
     if len(counts) < len(table):
         repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
@@ -173,7 +175,7 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
         image = f"image {shown(uri)}"
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     table = table.append_column("key", pa.nulls(len(table), pa.string()))
-    names = [name for name in (*SCHEMA.names, TOKENS.name) if name in table.column_names]
+    names = [name for name in (*SCHEMA.names, TOKENS.name, SOURCE_ID.name) if name in table.column_names]
     return Annotations(Dataset(table.select(names)), rows.problems, rows.left_out)
 
 
@@ -197,9 +199,14 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     images = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
     is_taught = [uri in learned and any(map(str.strip, captions)) for uri, captions in images]
     taught = Dataset(table.filter(pa.array(is_taught, pa.bool_())))
-    ids = [id_of_name(f"{section.annotations} {image_id}") for image_id in taught.column("image_id")]
-    splits = pa.array([section.split] * len(taught), pa.string())
-    return taught.with_column("image_id", pa.array(ids, pa.int64())).with_column("split", splits).table
+    numbers = [id_of_name(f"{section.annotations} {image_id}") for image_id in taught.column("image_id")]
+    columns = {
+        "image_id": pa.array(numbers, pa.int64()),
+        SOURCE_ID.name: pa.array(map(as_json, taught.source_ids()), pa.string()),
+        "split": pa.array([section.split] * len(taught), pa.string()),
+    }
+    others = taught.table.drop_columns([name for name in columns if name in taught.table.column_names])
+    return pa.table(columns | {name: others[name] for name in others.column_names})
 
 
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
@@ -258,13 +265,14 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
         raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
 
     def parse(entry: Values, location: str) -> Image:
-        image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+        image_id = source.image_id(entry["cocoid"] if "cocoid" in entry else entry["imgid"], location)
         sentences = entry["sentences"]
         tokens = []
         if source.with_tokens:
             tokens = [_joined_tokens(sentence.get("tokens"), location) for sentence in sentences]
-        split = source.splits.lists.get(entry["filename"], entry["split"])
-        names = entry.get("filepath") or ".", entry["filename"]
+        filename = source.text(entry, "filename")
+        split = source.splits.lists.get(filename, source.text(entry, "split"))
+        names = entry.get("filepath") or ".", filename
         return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
 
     _add_images(source, entries, parse, rows)
@@ -298,7 +306,7 @@ def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str
             raise
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise malformed(location, error) from error
-        uri = inside(source.images, "/".join(names), location)[0]
+        uri = source.find("/".join(names), location)[0]
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location, tokens)
 
 
@@ -316,25 +324,27 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
             f"{path} is not in COCO's layout: expected an object with the list 'images', and with the list "
             "'annotations' if the images have captions"
         )
-    captions_of: dict[int, list[Any]] = {}
+    captions_of: dict[str, list[Any]] = {}
     for number, entry in enumerate(annotations):
+        location = f"{path}: annotations[{number}]"
         try:
-            captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise malformed(f"{path}: annotations[{number}]", error) from error
+            text = source.image_id(entry["image_id"], location).text
+            captions_of.setdefault(text, []).append(entry["caption"])
+        except (KeyError, TypeError) as error:
+            raise malformed(location, error) from error
     # COCO's files are named by their splits, such as captions_val2014.json and image_info_test-dev2017.json.
     split_of_file = split_in_name(path.name, first=True)
 
-    def parse(entry: Values, _: str) -> Image:
-        image_id, filename = int(entry["id"]), entry["file_name"]
-        stated = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_file
+    def parse(entry: Values, location: str) -> Image:
+        image_id, filename = source.image_id(entry["id"], location), source.text(entry, "file_name")
+        stated = source.splits.listed(filename, image_id.text) or source.split or entry.get("domain") or split_of_file
         split = stated or source.splits.drawn(prefix_of(source.images_name) + filename)
-        return image_id, split, (filename,), captions_of.pop(image_id, []), []
+        return image_id, split, (filename,), captions_of.pop(image_id.text, []), []
 
     _add_images(source, images, parse, rows)
     if captions_of:
         count, first = len(captions_of), min(captions_of)
-        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {shown(first)}")
 
 
 def read_text_files(source: Source) -> Iterator[tuple[str, list[str]]]:
@@ -386,7 +396,15 @@ class Format(NamedTuple):
 
 
 def _open_json(source: Source) -> Any:
-    return read_json(source.annotations)
+    data = read_json(source.annotations)
+    if source.images is None and isinstance(data, dict) and isinstance(data.get("annotations"), list):
+        # Captions that are only scored may be about images that the file does not list.
+        images = data["images"] if isinstance(data.get("images"), list) else []
+        listed = {str(image.get("id")) for image in images if isinstance(image, dict)}
+        ids = [entry.get("image_id") for entry in data["annotations"] if isinstance(entry, dict)]
+        further = {str(value): {"id": value} for value in ids if str(value) not in listed}
+        data["images"] = [*images, *further.values()]
+    return data
 
 
 FORMATS = {
@@ -410,6 +428,7 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
                 opened = pool.map(partial(_open, name), part)
             for source in part:
                 form, data = next(opened)  # zip would keep the data
+                rows.file = source.annotations_name
                 FORMATS[form].add(source, data, rows)
                 del data  # frees a JSON file, which takes much memory, before the next one is opened
 

@@ -140,7 +140,8 @@ def add_samples(source: Source, samples: Sequence[Sample], rows: Rows) -> None:
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
-        image_id, split = source.id_and_split(sample.entry, (member.name.rsplit("/", 1)[-1],), name, location)
+        listed = member.name, member.name.rsplit("/", 1)[-1]
+        image_id, split = source.id_and_split(sample.entry, listed, name, location)
         captions = sample.captions or as_list(source.value(sample.entry, "captions", location))
         uri = ImageLocation(source.annotations, (member.start, member.length), member.name).uri
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location)
