@@ -75,7 +75,13 @@ class Dataset:
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
 
     def keyed_by_id(self) -> Dataset:
-        """A copy whose content keys are `id-<image id>`, for region features, which need no image files."""
+        """A copy whose content keys are `id-<image id>`, for region features, which need no image files.
+
+        Raises UserError for an id that is no number, or that several files use.
+        """
+        if SOURCE_ID.name in self.table.column_names and len(sources := self.table[SOURCE_ID.name].drop_null()):
+            problem = f"{shown(sources[0])} is not one, or another image has it, too"
+            raise UserError(f"features.hdf5: regions are found by whole numbers as ids of images; the id {problem}")
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -26,17 +27,20 @@ def read_references(place: Path | str, split: str | None = None, images: Path | 
     these have no URI. Raises UserError for files without captions or without this split, and for ids that occur twice.
     """
     path = storage_path(place)
-    is_folder = not path.is_remote and path.path.is_dir()
-    root = path if is_folder else StoragePath(path.uri.rpartition("/")[0] or "/")
-    names = ["."] if is_folder else find_files(root, path.name)
+    if not path.is_remote and path.path.is_dir():
+        root, names = path, ["."]
+    else:
+        folder = re.match(r"[^*?\[{]*/", path.uri)[0]  # up to the first wildcard
+        root = StoragePath(folder)
+        names = find_files(root, path.uri.removeprefix(folder))
     if len(names) == 1 and not (root / names[0]).exists():
         raise UserError(f"{shown(place)} does not exist; give an annotation file, or a folder of images and texts")
     candidate = next(find_candidates(names), None)
     keys = read_names(root, candidate, names)[1] if candidate is not None and candidate.form == "table" else {}
     columns = ColumnSection(**keys.get("columns", {}))
-    folder = None if images is None else storage_path(images)
+    images_folder = None if images is None else storage_path(images)
     rows = Rows()
-    read_sources([Source(root / name, folder, name, columns=columns) for name in names], "auto", rows)
+    read_sources([Source(root / name, images_folder, name, columns=columns) for name in names], "auto", rows)
     if rows.problems:
         raise UserError(rows.problems[0])
     for sentence in rows.left_out:

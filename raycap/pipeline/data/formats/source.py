@@ -428,16 +428,18 @@ class Rows:
 def with_distinct_ids(table: pa.Table) -> pa.Table:
     """A table of IMAGES in which the numbers, and the ids of each split, are distinct.
 
-    If a name stands for the ids of several images, all names begin with the path of the annotation file. A number that
-    several files use becomes a source_id. Raises UserError if a file, a split or an image has an id twice.
+    If a name stands for the ids of several images, all names begin with the path of the annotation file, from the
+    folder of all these files on. A number that several files use becomes a source_id. Raises UserError if a file, a
+    split or an image has an id twice.
     """
     is_repeated = repeated_ids(table)
     if not pc.any(is_repeated).as_py():
         return table
     numbers, sources, files = (table[name].to_pylist() for name in ("image_id", SOURCE_ID.name, "file"))
     if pc.any(pc.and_(is_repeated, table["is_name"])).as_py():
+        folder = prefix_of(os.path.commonprefix(files).rpartition("/")[0])  # noqa: RUF071 (character by character)
         for row in np.flatnonzero(table["is_name"].to_numpy()).tolist():
-            sources[row] = as_json(prefix_of(files[row]) + json.loads(sources[row]))
+            sources[row] = as_json(prefix_of(files[row]).removeprefix(folder) + json.loads(sources[row]))
         table = table.set_column(1, SOURCE_ID, pa.array(sources, pa.string()))
         is_repeated = repeated_ids(table)
     seen = set[tuple[str, str]]()
@@ -450,8 +452,8 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
         places = {(text, f"file {files[row]}"), (text, f"split {split}"), (text, f"image {uri or row}")}
         if not seen.isdisjoint(places):
             raise UserError(
-                f"{files[row]}: image {shown(uri)} repeats the image id {shown(text)}; every id must occur once in a "
-                "file and in a split"
+                f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; every id must occur once "
+                "in a file and in a split"
             )
         seen |= places
         if sources[row] is None:
