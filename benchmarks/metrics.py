@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from raycap.pipeline.data.dataset import ImageId
-from raycap.pipeline.data.references import read_references
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import BLEU, Score, score_captions

@@ -11,7 +11,7 @@ import typer
 
 from raycap.jobs.bench_gpu.parts import timed
 from raycap.pipeline.data.language.tokenizers import tokenize
-from raycap.pipeline.data.references import read_references
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider import build_index

@@ -15,7 +15,7 @@ from raycap.pipeline.config.languages import ENGLISH, code_problem
 from raycap.pipeline.config.load import parse_section, read_file
 from raycap.pipeline.config.sections import ScoreInputsSection
 from raycap.pipeline.data.caption_files import read_n_best, read_predictions
-from raycap.pipeline.data.references import read_references
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.reports.tables import format_scores
 from raycap.pipeline.evaluation.scores.metrics import (

@@ -32,7 +32,6 @@ from raycap.pipeline.data.formats.source import (
     Rows,
     Source,
     Splits,
-    as_json,
     as_texts,
     errors_named,
     find_files,
@@ -167,7 +166,7 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
     read_sources(rewarded, config.format, rows)
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
     taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
-    table = pa.concat_tables([table, *taught], promote_options="default")
+    table = pa.concat_tables([table, *taught])
     counts = table["image_id"].value_counts()
     if len(counts) < len(table):
         repeated = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
@@ -175,6 +174,8 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
         image = f"image {shown(uri)}"
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     table = table.append_column("key", pa.nulls(len(table), pa.string()))
+    if table[SOURCE_ID.name].null_count == len(table):
+        table = table.drop_columns([SOURCE_ID.name])
     names = [name for name in (*SCHEMA.names, TOKENS.name, SOURCE_ID.name) if name in table.column_names]
     return Annotations(Dataset(table.select(names)), rows.problems, rows.left_out)
 
@@ -199,14 +200,10 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     images = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
     is_taught = [uri in learned and any(map(str.strip, captions)) for uri, captions in images]
     taught = Dataset(table.filter(pa.array(is_taught, pa.bool_())))
-    numbers = [id_of_name(f"{section.annotations} {image_id}") for image_id in taught.column("image_id")]
-    columns = {
-        "image_id": pa.array(numbers, pa.int64()),
-        SOURCE_ID.name: pa.array(map(as_json, taught.source_ids()), pa.string()),
-        "split": pa.array([section.split] * len(taught), pa.string()),
-    }
-    others = taught.table.drop_columns([name for name in columns if name in taught.table.column_names])
-    return pa.table(columns | {name: others[name] for name in others.column_names})
+    ids = [id_of_name(f"{section.annotations} {image_id}") for image_id in taught.column("image_id")]
+    splits = pa.array([section.split] * len(taught), pa.string())
+    taught = taught.with_column(SOURCE_ID.name, pa.array(map(json.dumps, taught.source_ids()), pa.string()))
+    return taught.with_column("image_id", pa.array(ids, pa.int64())).with_column("split", splits).table
 
 
 def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:

@@ -359,10 +359,8 @@ def _new_captions(
     models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
     tasks = {}
     for split, part in inputs.images.items():
-        numbers = inputs.image_ids[split]
-        tasks[split] = SplitTask(
-            part, {numbers[image]: each for image, each in automata[split].items() if image in numbers}
-        )
+        ids = inputs.image_ids[split]
+        tasks[split] = SplitTask(part, {ids[image]: each for image, each in automata[split].items() if image in ids})
     num_images = len({image for part in inputs.images.values() for image in part.column("image_id")})
     largest = max(tasks, key=lambda split: len(tasks[split].images))
     has_every_image = len(tasks[largest].images) == num_images
@@ -372,10 +370,7 @@ def _new_captions(
     captions = {image: each for part in found.splits.values() for image, each in part.items()}
     num_captioned = sum(not each.error for each in captions.values())
     captions |= {image: ImageCaption(error=reason) for image, reason in inputs.unreadable.items()}
-    by_split = {
-        split: {image: captions[number] for image, number in numbers.items()}
-        for split, numbers in inputs.image_ids.items()
-    }
+    by_split = {split: {image: captions[n] for image, n in ids.items()} for split, ids in inputs.image_ids.items()}
     return by_split, found.seconds / num_captioned if num_captioned else None
 
 

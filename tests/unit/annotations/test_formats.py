@@ -22,7 +22,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import id_of_name, read_json
 from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
 from raycap.pipeline.data.reading import build_vocabulary, read_annotations, read_dataset
-from raycap.pipeline.data.references import read_references
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath

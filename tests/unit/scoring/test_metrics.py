@@ -20,7 +20,7 @@ from raycap.jobs.score import score
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.caption_files import read_predictions, write_predictions
 from raycap.pipeline.data.reading import read_annotations
-from raycap.pipeline.data.references import read_references
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import ngrams
 from raycap.pipeline.evaluation.scores import words as ptb

@@ -302,7 +302,7 @@ class Source:
             raise UserError(f"{location}: the id {quoted(value)} is neither a whole number nor text; correct it")
         if isinstance(value, int) and -(2**63) <= value < 2**63:
             return Identity(value)
-        text = as_json(value)
+        text = json.dumps(value)
         return Identity(id_of_name(f"{self.annotations_name} {text}"), text)
 
     def id_and_split(
@@ -317,7 +317,7 @@ class Source:
         identifier = self.value(entry, "id", location)
         if identifier in (None, ""):
             names = listed
-            image_id = Identity(id_of_name(name), as_json(listed[0]), is_name=True)
+            image_id = Identity(id_of_name(name), json.dumps(listed[0]), is_name=True)
         else:
             names, image_id = (*listed, str(identifier)), self.image_id(identifier, location)
         split = self.splits.listed(*names)
@@ -415,14 +415,11 @@ class Rows:
     def table(self, *, with_tokens: bool) -> pa.Table:
         """The images as a table of IMAGES without is_name and file. with_tokens: whether it has the column tokens.
 
-        The column source_id is missing if it has no values. Raises UserError for an id that occurs twice.
+        Raises UserError for an id that occurs twice.
         """
         self._store()
         table = with_distinct_ids(pa.Table.from_batches(self._stored))
-        unused = ["is_name", "file"] + ["tokens"] * (not with_tokens)
-        if table[SOURCE_ID.name].null_count == len(table):
-            unused.append(SOURCE_ID.name)
-        return table.drop_columns(unused)
+        return table.drop_columns(["is_name", "file"] + ["tokens"] * (not with_tokens))
 
 
 def with_distinct_ids(table: pa.Table) -> pa.Table:
@@ -433,23 +430,14 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
     split or an image has an id twice.
     """
     is_repeated = repeated_ids(table)
-    if not pc.any(is_repeated).as_py():
-        return table
     numbers, sources, files = (table[name].to_pylist() for name in ("image_id", SOURCE_ID.name, "file"))
-    if pc.any(pc.and_(is_repeated, table["is_name"])).as_py():
-        folder = prefix_of(os.path.commonprefix(files).rpartition("/")[0])  # noqa: RUF071 (character by character)
-        for row in np.flatnonzero(table["is_name"].to_numpy()).tolist():
-            sources[row] = as_json(prefix_of(files[row]).removeprefix(folder) + json.loads(sources[row]))
-        table = table.set_column(1, SOURCE_ID, pa.array(sources, pa.string()))
-        is_repeated = repeated_ids(table)
     seen = set[tuple[str, str]]()
     for row in np.flatnonzero(is_repeated.to_numpy()).tolist():
-        text, split, uri = (
-            Identity(numbers[row], sources[row]).text,
-            table["split"][row].as_py(),
-            table["uri"][row].as_py(),
-        )
-        places = {(text, f"file {files[row]}"), (text, f"split {split}"), (text, f"image {uri or row}")}
+        text = Identity(numbers[row], sources[row]).text
+        split, uri, is_name = (table[name][row].as_py() for name in ("split", "uri", "is_name"))
+        places = {(text, f"file {files[row]}"), (text, f"image {uri or row}")}
+        if not is_name:
+            places.add((text, f"split {split}"))
         if not seen.isdisjoint(places):
             raise UserError(
                 f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; every id must occur once "
@@ -458,13 +446,12 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
         seen |= places
         if sources[row] is None:
             numbers[row], sources[row] = id_of_name(f"{files[row]} {text}"), text
+    if pc.any(pc.and_(is_repeated, table["is_name"])).as_py():
+        folder = prefix_of(os.path.commonprefix(files).rpartition("/")[0])  # noqa: RUF071 (character by character)
+        for row in np.flatnonzero(table["is_name"].to_numpy()).tolist():
+            sources[row] = json.dumps(prefix_of(files[row]).removeprefix(folder) + json.loads(sources[row]))
     table = table.set_column(0, "image_id", pa.array(numbers, pa.int64()))
     return table.set_column(1, SOURCE_ID, pa.array(sources, pa.string()))
-
-
-def as_json(value: object) -> str:
-    """The JSON text of an id."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def as_list(value: object) -> list[Any]:

@@ -8,16 +8,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import (
-    Identity,
-    Rows,
-    Source,
-    as_list,
-    as_texts,
-    opened,
-    prefix_of,
-    read_file,
-)
+from raycap.pipeline.data.formats.source import Identity, Rows, Source, as_list, as_texts, opened, prefix_of, read_file
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
