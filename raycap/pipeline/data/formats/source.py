@@ -387,7 +387,7 @@ class Rows:
         uri: the text of an ImageLocation. tokens: the tokens of each caption, joined with spaces, if
         `Source.with_tokens` is true.
         """
-        if "\0" in uri or SURROGATE.search(uri + split):
+        if "\0" in uri or SURROGATE.search(uri + split + self.file):
             raise UserError(f"{location} is malformed: its file name or split is not text")
         self._buffer.append((*image_id, self.file, split, uri, captions, list(tokens)))
         self.count += 1
