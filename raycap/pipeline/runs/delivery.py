@@ -99,7 +99,8 @@ def stored_captions(
             captions = read_captions(folder.path / "predictions" / N_BEST.format(split))
             reasons = content["splits"][split]["unreadable"]
             image_ids = part.source_ids()
-            captions |= {image: ImageCaption(error=reasons[str(image)]) for image in image_ids if str(image) in reasons}
+            id_of = {str(image): image for image in image_ids}  # because keys in JSON are texts
+            captions |= {id_of.get(text, text): ImageCaption(error=str(reason)) for text, reason in reasons.items()}
             if captions.keys() != set(image_ids):
                 return None
             found[split] = {image: captions[image] for image in image_ids}
