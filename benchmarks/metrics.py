@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from raycap.pipeline.data.caption_files import ImageId, read_references
+from raycap.pipeline.data.dataset import ImageId
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.evaluation.scores import words as ptb
 from raycap.pipeline.evaluation.scores.metrics import BLEU, Score, score_captions
@@ -86,7 +87,7 @@ def _difference(ours: Score, theirs: Score) -> float:
 
 def _captions_from(path: Path, images: int) -> dict[ImageId, list[str]]:
     """The first five captions of the first `images` images in a file that have five; an error if fewer have."""
-    references = read_references(path)
+    references = read_references(path).references()
     enough = {image: texts[:NUM_REFERENCES] for image, texts in references.items() if len(texts) >= NUM_REFERENCES}
     if len(enough) < images:
         raise typer.BadParameter(

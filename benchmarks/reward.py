@@ -10,8 +10,8 @@ import torch
 import typer
 
 from raycap.jobs.bench_gpu.parts import timed
-from raycap.pipeline.data.caption_files import read_references
 from raycap.pipeline.data.language.tokenizers import tokenize
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.synthetic.scenes import make_scene
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.training.rewards.cider import build_index
@@ -38,7 +38,7 @@ def bench_reward(references: References = None) -> None:
         captions = _word_numbers(make_scene(0, image)[1] for image in range(SCENES))
     else:
         split = "restval" if "karpathy" in references.name else None
-        captions = _word_numbers(read_references(references, split=split).values())
+        captions = _word_numbers(read_references(references, split=split).references().values())
     scorer, build_seconds = timed(partial(build_index, captions))
     images = np.random.default_rng(0).integers(0, len(captions), CAPTIONS)
     # Every third caption is that of the next image, so that captions match in part, as sampled ones do.

@@ -116,12 +116,11 @@ def _pictures(results: Mapping[str, SplitScores], images: Sequence[ReportImage])
     _, *others = results
     pictures: list[tuple[float, ReportImage]] = []
     for image in images:
-        number = int(image.image_id)
-        scores = {name: result.cider_by_image.get(number) for name, result in results.items()}
+        scores = {name: result.cider_by_image.get(image.image_id) for name, result in results.items()}
         values = [score for score in scores.values() if score is not None]
         if len(values) < len(scores) or max(values) == min(values):
             continue
-        captions = {f"{name}, CIDEr-D {scores[name]:.2f}": results[name].captions[number] for name in others}
+        captions = {f"{name}, CIDEr-D {scores[name]:.2f}": results[name].captions[image.image_id] for name in others}
         contrast = max(values) - min(values)
         pictures.append((contrast, replace(image, alternatives=captions, contrast=contrast)))
     pictures.sort(key=lambda picture: -picture[0])

@@ -1,4 +1,4 @@
-"""`raycap score`: scores any COCO result file against COCO or Karpathy references, without a model."""
+"""`raycap score`: scores any COCO result file against the captions of annotation files, without a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.languages import ENGLISH, code_problem
 from raycap.pipeline.config.load import parse_section, read_file
 from raycap.pipeline.config.sections import ScoreInputsSection
-from raycap.pipeline.data.caption_files import ImageId, read_file_names, read_n_best, read_predictions, read_references
+from raycap.pipeline.data.caption_files import read_n_best, read_predictions
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.reports.tables import format_scores
 from raycap.pipeline.evaluation.scores.metrics import (
@@ -39,11 +40,13 @@ NBest = Annotated[
 
 
 def score(
-    references: Annotated[Path, typer.Option(help="Captions in COCO's or Karpathy's format, gzipped or not.")],
+    references: Annotated[
+        Path, typer.Option(help="Captions: an annotation file of any form, or a folder of images and texts.")
+    ],
     predictions: Annotated[Path, typer.Option(help="A COCO result file: a list of image_id and caption.")],
     json_file: JsonFile = None,
     per_image: Annotated[Path | None, typer.Option(help="Write a CSV file with one row per image.")] = None,
-    split: Annotated[str | None, typer.Option(help="Score this split of a Karpathy file, all of it.")] = None,
+    split: Annotated[str | None, typer.Option(help="Score this split of the references, all of it.")] = None,
     metrics: Annotated[
         list[str] | None,
         typer.Option("--metric", help=f"One of {', '.join(METRICS)}; by default the first {len(DEFAULT_METRICS)}."),
@@ -66,7 +69,10 @@ def score(
         if path is not None:
             check_output_file(option, path)
     candidates = read_predictions(predictions)
-    texts = read_references(references, split)
+    if images is not None and not images.is_dir():
+        raise UserError(f"--images {images}: no such folder; give the folder of the images")
+    dataset = read_references(references, split, images)
+    texts = dataset.references()
     source = f"split {split} of {references}" if split else str(references)
     missing = [image for image in texts if image not in candidates]
     if missing and split:
@@ -80,7 +86,7 @@ def score(
         print(f"{count} have no prediction: left out, also of the document frequencies")
     section = parse_section(ScoreInputsSection, {} if inputs is None else read_file(inputs), "evaluation.inputs")
     several = None if n_best is None else read_n_best(n_best)
-    uris = {} if images is None else _image_files(images, references)
+    uris = {image: uri for image, uri in dataset.uris().items() if uri}
     scores = score_captions(
         texts,
         candidates,
@@ -97,13 +103,6 @@ def score(
         _write_per_image(per_image, scores, [candidates[image] for image in scores.image_ids])
         print(f"Scores of each image: {per_image}")
     return scores
-
-
-def _image_files(folder: Path, references: Path) -> dict[ImageId, str]:
-    """{image id: path} of the images that the references name. Raises UserError if the folder does not exist."""
-    if not folder.is_dir():
-        raise UserError(f"--images {folder}: no such folder; give the folder of the images")
-    return {image: str(folder.absolute() / name) for image, name in read_file_names(references).items()}
 
 
 def _write_per_image(path: Path, scores: MetricScores, captions: Sequence[str]) -> None:

@@ -90,6 +90,5 @@ def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split:
     """
     part = folder.dataset.split(split)
     scored = entry["per_image_CIDEr-D"]  # by image id as text, because keys in JSON are texts
-    images = zip(part.column("image_id"), part.column("uri"), strict=True)
-    uris = [uri for image, uri in images if str(image) in scored]
+    uris = [uri for image, uri in part.uris().items() if str(image) in scored]
     return published_table(columns, published_rows(protocol, split, uris))

@@ -30,10 +30,11 @@ from raycap.jobs.import_ import import_checkpoint
 from raycap.jobs.named_files import open_bundle
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data.caption_files import read_predictions, read_references
+from raycap.pipeline.data.caption_files import read_predictions
 from raycap.pipeline.data.image_sources import MAX_PIXELS
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints

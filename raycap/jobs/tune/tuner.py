@@ -42,6 +42,7 @@ from ray.tune.search import BasicVariantGenerator, SearchGenerator
 from raycap.jobs.train import failure_file, fit
 from raycap.jobs.tune.searcher import SEED, PointSearcher
 from raycap.models.config import Values
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Follower
 from raycap.pipeline.runtime.context import Context
@@ -321,10 +322,10 @@ def train_on_workers(context: Context, job: StageJob) -> None:
         job.folder.pull(name)
 
 
-def caption_on_worker(job: StageJob, split: str) -> dict[int, str]:
+def caption_on_worker(job: StageJob, split: str) -> dict[ImageId, str]:
     """As `split_captions`, in a task in the place of one of the trial's workers, because this process has no GPU."""
     options = {"scheduling_strategy": "DEFAULT"} | job.folder.config.workers.task_options  # not in the trial's bundle
-    captions: dict[int, str] = ray.get(ray.remote(split_captions).options(**options).remote(job, split))
+    captions: dict[ImageId, str] = ray.get(ray.remote(split_captions).options(**options).remote(job, split))
     return captions
 
 

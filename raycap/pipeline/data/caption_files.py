@@ -1,4 +1,4 @@
-"""Caption files: COCO annotations, Karpathy files and COCO result files, plain or gzipped."""
+"""Files of predicted captions: COCO result files, plain or gzipped, and n-best files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.data.formats.source import MAX_CAPTION
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted, relative_name, shorten
+from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json, read_document
+from raycap.pipeline.storage.untrusted.documents import GZIP_START, gunzip, kind_of, parse_json, read_document
 
-ImageId = int | str
 N_BEST = "n-best-{}.jsonl"  # file with several captions per image; {} is the split
-_GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 
 
 def read_json(path: Path) -> Any:
@@ -27,86 +26,10 @@ def read_json(path: Path) -> Any:
         data = read_document(path)
     except OSError as error:
         raise UserError(f"file {path} cannot be read: {error}") from error
-    return parse_json(gunzip(data, str(path)) if data.startswith(_GZIP_START) else data, str(path))
+    return parse_json(gunzip(data, str(path)) if data.startswith(GZIP_START) else data, str(path))
 
 
-def read_references(path: Path, split: str | None = None) -> dict[ImageId, list[str]]:
-    """{image id: raw captions} of a COCO or Karpathy file, in file order. Images without captions are left out.
-
-    split: the split to read from a Karpathy file. If it is None, all splits are read. In a Karpathy file the cocoid is
-    an image's id, or the imgid if some image has no cocoid. Raises UserError for a file without captions or without
-    this split, such as COCO annotations, which have no splits.
-    """
-    data = read_json(path)
-    content = data if isinstance(data, dict) else {}
-    images, annotations = content.get("images"), content.get("annotations")
-    if isinstance(annotations, list):
-        if split is not None:
-            raise UserError(f"{path} holds COCO annotations, which have no splits; give the images' Karpathy file")
-        references = _read_coco(path, images if isinstance(images, list) else [], annotations)
-    elif isinstance(images, list) and images and isinstance(images[0], dict) and "sentences" in images[0]:
-        references = _read_karpathy(path, images, split)
-    else:
-        content_name = f"an object with {shorten(map(quoted, content))}" if content else type(data).__name__
-        expected = "COCO's 'annotations' or Karpathy's 'images' with 'sentences'"
-        raise UserError(f"{path} holds no reference captions: expected {expected}, found {content_name}")
-    if not any(references.values()):
-        raise UserError(f"{path} holds no reference captions: its lists are empty; give a file with captions")
-    return {image: captions for image, captions in references.items() if captions}
-
-
-def read_file_names(path: Path) -> dict[ImageId, str]:
-    """{image id: file name} from COCO annotations or a Karpathy file. Images without a file name are left out.
-
-    The names are relative to the folder of images. Raises UserError for a name that leads out of this folder.
-    """
-    data = read_json(path)
-    images = data.get("images") if isinstance(data, dict) else None
-    names: dict[ImageId, str] = {}
-    for number, image in enumerate(images if isinstance(images, list) else []):
-        location, values = f"{path}: images[{number}]", image if isinstance(image, dict) else {}
-        parts = [values.get(key) for key in ("filepath", "filename", "file_name")]
-        name = "/".join(part for part in parts if isinstance(part, str) and part not in ("", "."))
-        if name:
-            id_key = next((key for key in ("id", "cocoid", "imgid") if key in values), "id")
-            names[_id(image, id_key, location)] = relative_name(name, location)
-    return names
-
-
-def _read_coco(path: Path, images: list[Any], annotations: list[Any]) -> dict[ImageId, list[str]]:
-    """{image id: raw captions} from the two lists of a COCO file. An image without captions has an empty list."""
-    ids = [_id(image, "id", f"{path}: images[{number}]") for number, image in enumerate(images)]
-    references: dict[ImageId, list[str]] = {image_id: [] for image_id in ids}
-    for number, annotation in enumerate(annotations):
-        location = f"{path}: annotations[{number}]"
-        captions = references.setdefault(_id(annotation, "image_id", location), [])
-        captions.append(_caption(annotation, "caption", location))
-    return references
-
-
-def _read_karpathy(path: Path, images: list[Any], split: str | None) -> dict[ImageId, list[str]]:
-    """{image id: raw captions} from the list of a Karpathy file. If the split is None, all splits are read."""
-    splits = Counter(str(image.get("split")) for image in images if isinstance(image, dict))
-    if split is not None and split not in splits:
-        available = shorten(f"{name} ({count} images)" for name, count in splits.items())
-        raise UserError(f"{path} has no images in split {split!r}; it has {available}")
-    id_key = "cocoid" if all(isinstance(image, dict) and "cocoid" in image for image in images) else "imgid"
-    references: dict[ImageId, list[str]] = {}
-    for number, image in enumerate(images):
-        location = f"{path}: images[{number}]"
-        image_id = _id(image, id_key, location)
-        if image_id in references:
-            raise UserError(f"{location} repeats {id_key} {quoted(image_id)}; every image must occur once")
-        if split is not None and image.get("split") != split:
-            continue
-        sentences = image.get("sentences")
-        if not isinstance(sentences, list):
-            raise UserError(f"{location} has no list 'sentences'; give a file in Karpathy's layout")
-        references[image_id] = [_caption(sentence, "raw", location) for sentence in sentences]
-    return references
-
-
-def write_predictions(path: StoragePath | Path, captions: Mapping[int, str]) -> None:
+def write_predictions(path: StoragePath | Path, captions: Mapping[ImageId, str]) -> None:
     """Writes captions, given by image id, as a COCO result file: a list of {"image_id", "caption"}."""
     rows = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
     storage_path(path).write_bytes(json.dumps(rows, indent=1, ensure_ascii=False).encode())
@@ -131,7 +54,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     return dict(rows)
 
 
-def write_n_best(path: StoragePath | Path, captions: Mapping[int, Sequence[Mapping[str, object]]]) -> None:
+def write_n_best(path: StoragePath | Path, captions: Mapping[ImageId, Sequence[Mapping[str, object]]]) -> None:
     """Writes several captions per image as JSON lines {"image_id", "n_best": [{"caption", ...}, ...]}."""
     rows = [{"image_id": image, "n_best": ranked} for image, ranked in captions.items()]
     storage_path(path).write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())

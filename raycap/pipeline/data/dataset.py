@@ -31,12 +31,18 @@ SCHEMA = pa.schema(
 
 # One more column if `data.tokenizer` is `tokens`: each caption's tokens in the annotation file, joined with spaces.
 TOKENS = pa.field("tokens", pa.list_(pa.string()))
+# One more column if some image_id is not the id in the annotation file: this id as JSON text, or null if it is.
+SOURCE_ID = pa.field("source_id", pa.string())
+ImageId = int | str  # the id of an image in an annotation file
 CHUNK_ROWS = 4096  # rows that are converted to Python objects at a time, and rows per chunk of the Arrow file
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images with their captions. table: one row per image, with the columns of SCHEMA and sometimes TOKENS."""
+    """Images with their captions.
+
+    table: one row per image, with the columns of SCHEMA, and sometimes TOKENS and SOURCE_ID.
+    """
 
     table: pa.Table
 
@@ -69,7 +75,13 @@ class Dataset:
         return Dataset(self.table.set_column(self.table.schema.get_field_index(name), name, values))
 
     def keyed_by_id(self) -> Dataset:
-        """A copy whose content keys are `id-<image id>`, for region features, which need no image files."""
+        """A copy whose content keys are `id-<image id>`, for region features, which need no image files.
+
+        Raises UserError for an id that is no number, or that several files use.
+        """
+        if SOURCE_ID.name in self.table.column_names and len(sources := self.table[SOURCE_ID.name].drop_null()):
+            problem = f"{shown(sources[0])} is not one, or another image has it, too"
+            raise UserError(f"features.hdf5: regions are found by whole numbers as ids of images; the id {problem}")
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
@@ -77,13 +89,28 @@ class Dataset:
         """The values of a column as a list."""
         return self.table[name].to_pylist()
 
-    def references(self) -> dict[int, list[str]]:
-        """{image id: captions as annotated}."""
-        return dict(zip(self.column("image_id"), self.column("captions"), strict=True))
+    def source_ids(self) -> list[ImageId]:
+        """The ids in the annotation files, which results have. Only within a split they are distinct."""
+        numbers = self.column("image_id")
+        if SOURCE_ID.name not in self.table.column_names:
+            return numbers
+        sources = self.column(SOURCE_ID.name)
+        return [n if text is None else json.loads(text) for n, text in zip(numbers, sources, strict=True)]
 
-    def uris(self) -> dict[int, str]:
-        """{image id: the text of its `ImageLocation`}."""
-        return dict(zip(self.column("image_id"), self.column("uri"), strict=True))
+    def require_distinct_ids(self) -> None:
+        """Raises UserError if the ids in the annotation files are not distinct, because several splits use them."""
+        repeated = self.where(repeated_ids(self.table)).source_ids()
+        if repeated:
+            splits = ", ".join(map(shown, self.split_sizes()))
+            raise UserError(f"images of several splits have the id {shown(repeated[0])}; give one --split of {splits}")
+
+    def references(self) -> dict[ImageId, list[str]]:
+        """{id in the annotation file: captions as annotated}."""
+        return dict(zip(self.source_ids(), self.column("captions"), strict=True))
+
+    def uris(self) -> dict[ImageId, str]:
+        """{id in the annotation file: the text of its `ImageLocation`}."""
+        return dict(zip(self.source_ids(), self.column("uri"), strict=True))
 
     def split_sizes(self) -> dict[str, int]:
         """{split: number of its images}, in the order in which the splits occur."""
@@ -124,7 +151,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """A hash of content keys, ids, splits and captions, but not of the paths of the image files."""
         digest = hashlib.sha256()
-        for chunk in self.chunks("image_id", "split", "key", "captions", *self.table.column_names[len(SCHEMA) :]):
+        tokens = {TOKENS.name}.intersection(self.table.column_names)
+        for chunk in self.chunks("image_id", "split", "key", "captions", *tokens):
             digest.update(json.dumps(chunk.to_pylist(), ensure_ascii=False).encode())
         return digest.hexdigest()
 
@@ -139,7 +167,8 @@ class Dataset:
         content = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(content).read_all()
-            table = table.cast(SCHEMA.append(TOKENS) if TOKENS.name in table.column_names else SCHEMA)
+            further = [field for field in (TOKENS, SOURCE_ID) if field.name in table.column_names]
+            table = table.cast(pa.schema([*SCHEMA, *further]))
             table.validate(full=True)
         except (pa.ArrowException, ValueError, OSError) as error:
             if isinstance(error, MemoryError | pa.ArrowCancelled) or getattr(error, "errno", None):
@@ -148,13 +177,22 @@ class Dataset:
         return Dataset(table)
 
 
+def repeated_ids(table: pa.Table) -> pa.ChunkedArray:
+    """For each image, True if another image has the same id in the annotation files, as a number or as text."""
+    ids = pc.cast(table["image_id"], pa.string())
+    if SOURCE_ID.name in table.column_names:
+        ids = pc.coalesce(pc.replace_substring_regex(table[SOURCE_ID.name], '^"(.*)"$', r"\1"), ids)
+    counts = ids.value_counts()
+    return pc.is_in(ids, value_set=counts.field("values").filter(pc.greater(counts.field("counts"), 1)))
+
+
 def _drop_wordless_captions(image: Values, tokenizer: str) -> None:
     """Removes the captions of a data set's row that have no word. Raises UserError if no caption is left."""
     captions: list[str] = image["captions"]
     tokens: list[str] = image.get(TOKENS.name, captions)
     kept = [number for number, text in enumerate(captions) if tokens[number] and caption_words(tokenizer, text)]
     if not kept:
-        where = f"image {shown(image['uri'])} (id {image['image_id']})"
+        where = f"image {shown(image['uri'])} (id {image.get(SOURCE_ID.name) or image['image_id']})"
         raise UserError(f"{where} has no caption with a word in it; add one")
     image["captions"] = [captions[number] for number in kept]
     if TOKENS.name in image:

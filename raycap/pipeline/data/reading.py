@@ -25,10 +25,11 @@ from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection, SourceSection
 from raycap.pipeline.data.content_keys import hash_files, take_snapshot
-from raycap.pipeline.data.dataset import SCHEMA, TOKENS, Dataset
+from raycap.pipeline.data.dataset import SCHEMA, SOURCE_ID, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
     SURROGATE,
+    Identity,
     Rows,
     Source,
     Splits,
@@ -53,7 +54,7 @@ from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import quoted, shorten, shown
+from raycap.pipeline.runtime.names import shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions, is_remote
@@ -74,7 +75,7 @@ class Annotations(NamedTuple):
     left_out: list[str]
 
 
-Image = tuple[int, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
+Image = tuple[Identity, str, tuple[str, ...], list[Any], list[str]]  # id, split, parts of the path, captions, tokens
 MAX_TEXT_BYTES = 2**20  # limit of a text file with the captions of one image
 OTHER_TEXTS = {"readme", "license", *SPLIT_WORDS}  # names of text files that are no captions
 _NUM_THREADS, _FILES_PER_SLICE = 8, 10_000
@@ -183,7 +184,9 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
         image = f"image {shown(uri)}"
         raise UserError(f"{config.annotations}: {image} repeats the image id {repeated}; every id must occur once")
     table = table.append_column("key", pa.nulls(len(table), pa.string()))
-    names = [name for name in (*SCHEMA.names, TOKENS.name) if name in table.column_names]
+    if table[SOURCE_ID.name].null_count == len(table):
+        table = table.drop_columns([SOURCE_ID.name])
+    names = [name for name in (*SCHEMA.names, TOKENS.name, SOURCE_ID.name) if name in table.column_names]
     return Annotations(Dataset(table.select(names)), rows.problems, rows.left_out)
 
 
@@ -209,6 +212,7 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     taught = Dataset(table.filter(pa.array(is_taught, pa.bool_())))
     ids = [id_of_name(f"{section.annotations} {image_id}") for image_id in taught.column("image_id")]
     splits = pa.array([section.split] * len(taught), pa.string())
+    taught = taught.with_column(SOURCE_ID.name, pa.array(map(json.dumps, taught.source_ids()), pa.string()))
     return taught.with_column("image_id", pa.array(ids, pa.int64())).with_column("split", splits).table
 
 
@@ -267,13 +271,14 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
         raise UserError(f"{path} is not in Karpathy layout: expected an object with a list 'images' that is not empty")
 
     def parse(entry: Values, location: str) -> Image:
-        image_id = int(entry["cocoid"] if "cocoid" in entry else entry["imgid"])
+        image_id = source.image_id(entry["cocoid"] if "cocoid" in entry else entry["imgid"], location)
         sentences = entry["sentences"]
         tokens = []
         if source.with_tokens:
             tokens = [_joined_tokens(sentence.get("tokens"), location) for sentence in sentences]
-        split = source.splits.listed(entry["filename"]) or entry["split"]
-        names = entry.get("filepath") or ".", entry["filename"]
+        filename = source.text(entry, "filename")
+        split = source.splits.listed(filename) or source.text(entry, "split")
+        names = entry.get("filepath") or ".", filename
         return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
 
     _add_images(source, entries, parse, rows)
@@ -307,7 +312,7 @@ def _add_images(source: Source, entries: list[Any], parse: Callable[[Values, str
             raise
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise malformed(location, error) from error
-        uri = inside(source.images, "/".join(names), location)[0]
+        uri = source.find("/".join(names), location)[0]
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location, tokens)
 
 
@@ -325,25 +330,27 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
             f"{path} is not in COCO's layout: expected an object with the list 'images', and with the list "
             "'annotations' if the images have captions"
         )
-    captions_of: dict[int, list[Any]] = {}
+    captions_of: dict[str, list[Any]] = {}
     for number, entry in enumerate(annotations):
+        location = f"{path}: annotations[{number}]"
         try:
-            captions_of.setdefault(int(entry["image_id"]), []).append(entry["caption"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise malformed(f"{path}: annotations[{number}]", error) from error
+            text = source.image_id(entry["image_id"], location).text
+            captions_of.setdefault(text, []).append(entry["caption"])
+        except (KeyError, TypeError) as error:
+            raise malformed(location, error) from error
     # COCO's files are named by their splits, such as captions_val2014.json and image_info_test-dev2017.json.
     split_of_file = split_in_name(path.name, first=True)
 
-    def parse(entry: Values, _: str) -> Image:
-        image_id, filename = int(entry["id"]), entry["file_name"]
-        stated = source.splits.listed(filename, str(image_id)) or source.split or entry.get("domain") or split_of_file
+    def parse(entry: Values, location: str) -> Image:
+        image_id, filename = source.image_id(entry["id"], location), source.text(entry, "file_name")
+        stated = source.splits.listed(filename, image_id.text) or source.split or entry.get("domain") or split_of_file
         split = stated or source.splits.drawn(prefix_of(source.images_name) + filename)
-        return image_id, split, (filename,), captions_of.pop(image_id, []), []
+        return image_id, split, (filename,), captions_of.pop(image_id.text, []), []
 
     _add_images(source, images, parse, rows)
     if captions_of:
         count, first = len(captions_of), min(captions_of)
-        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {quoted(first)}")
+        raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {shown(first)}")
 
 
 def read_text_files(source: Source, rows: Rows) -> Iterator[tuple[str, list[str]]]:
@@ -408,7 +415,15 @@ class Format(NamedTuple):
 
 
 def _open_json(source: Source) -> Any:
-    return read_json(source.annotations)
+    data = read_json(source.annotations)
+    if source.images is None and isinstance(data, dict) and isinstance(data.get("annotations"), list):
+        # Captions that are only scored may be about images that the file does not list.
+        images = data["images"] if isinstance(data.get("images"), list) else []
+        listed = {str(image.get("id")) for image in images if isinstance(image, dict)}
+        ids = [entry.get("image_id") for entry in data["annotations"] if isinstance(entry, dict)]
+        further = {str(value): {"id": value} for value in ids if str(value) not in listed}
+        data["images"] = [*images, *further.values()]
+    return data
 
 
 FORMATS = {
@@ -432,6 +447,7 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
                 opened = pool.map(partial(_open, name), part)
             for source in part:
                 form, data = next(opened)  # zip would keep the data
+                rows.file = source.annotations_name
                 FORMATS[form].add(source, data, rows)
                 del data  # frees a JSON file, which takes much memory, before the next one is opened
 

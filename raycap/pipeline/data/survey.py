@@ -5,27 +5,41 @@ File names suggest candidates. Each candidate is read as a configuration would r
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from raycap.models.config import Values
-from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection
+from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import COLUMNS, columns_named, is_image, matches, opened, split_in_name
+from raycap.pipeline.data.formats.source import (
+    COLUMNS,
+    Rows,
+    Source,
+    columns_named,
+    find_files,
+    is_image,
+    matches,
+    opened,
+    split_in_name,
+)
 from raycap.pipeline.data.formats.table import MIXED_ENDINGS, TABLE_ENDINGS, read_head
-from raycap.pipeline.data.reading import Annotations, read_annotations
+from raycap.pipeline.data.reading import Annotations, read_annotations, read_sources
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import one_line, plain_name, quoted, shown
+from raycap.pipeline.runtime.names import one_line, plain_name, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
+
+logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
@@ -375,3 +389,41 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, choices: Sequenc
         "divide, or the annotations put all into the split train; add images, or list the file names of some in "
         "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
     )
+
+
+def read_references(place: Path | str, split: str | None = None, images: Path | None = None) -> Dataset:
+    """The images with captions of an annotation file, of the files that a pattern names, or of a folder with texts.
+
+    split: if it is None, all splits are read. images: the folder of the images that the files name. If it is None,
+    these have no URI. Raises UserError for files without captions or without this split, and for ids that occur twice.
+    """
+    path = storage_path(place)
+    if not path.is_remote and path.path.is_dir():
+        root, names = path, ["."]
+    else:
+        folder = re.split(r"[*?\[{]", path.uri)[0].rpartition("/")[0]  # the last one without wildcards
+        root = StoragePath(folder or "/")
+        names = find_files(root, path.uri[len(folder) + 1 :])
+    if len(names) == 1 and not (root / names[0]).exists():
+        raise UserError(f"{shown(place)} does not exist; give an annotation file, or a folder of images and texts")
+    candidate = next(find_candidates(root, names), None)
+    keys = read_names(root, candidate, names)[1] if candidate is not None and candidate.form == "files" else {}
+    columns = ColumnSection(**keys.get("columns", {}))
+    images_folder = None if images is None else storage_path(images)
+    rows = Rows()
+    read_sources([Source(root / name, images_folder, name, columns=columns) for name in names], "auto", rows)
+    if rows.problems:
+        raise UserError(rows.problems[0])
+    for sentence in rows.left_out:
+        logger.warning(sentence)
+    found = Dataset(rows.table(with_tokens=False))
+    if split is not None:
+        sizes, found = found.split_sizes(), found.split(split)
+        if not len(found):
+            available = shorten(f"{name} ({count} images)" for name, count in sizes.items())
+            raise UserError(f"{shown(place)} has no images in split {split!r}; it has {available}")
+    found = found.where(pc.greater(pc.list_value_length(found.table["captions"]), 0))
+    if not len(found):
+        raise UserError(f"{shown(place)} has no reference captions; give a file with captions")
+    found.require_distinct_ids()
+    return found

@@ -26,6 +26,7 @@ from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 if TYPE_CHECKING:  # not at run time, because a served model lacks packages that the metrics import
+    from raycap.pipeline.data.dataset import ImageId
     from raycap.pipeline.evaluation.results import SplitScores
 
 FORMAT = 1
@@ -165,7 +166,7 @@ def parse_confidences(data: bytes, name: str) -> tuple[Confidence, ...]:
     return parse_section(_Content, parse_json(data, name), name).fits
 
 
-def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[int, bool]:
+def good_by_image(result: SplitScores, good_ciderd: float | None) -> dict[ImageId, bool]:
     """{image id: True if its caption is good, else False} for the scored images with signals.
 
     The result is {} if the scores that decide it were not computed. good_ciderd: as in `Confidence`.

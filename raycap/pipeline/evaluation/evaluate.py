@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from raycap.pipeline.cluster.start import start_extraction, start_ray
 from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.dataset import Dataset, ImageId
 from raycap.pipeline.data.reading import snapshot_of
 from raycap.pipeline.data.synthetic.scenes import main_object_hits
 from raycap.pipeline.data.vocabulary import Vocabulary
@@ -69,8 +69,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL_IMAGES = "all"  # as the name of a split, it selects every image
-Automata = Mapping[str, Mapping[int, "ConstraintAutomaton"]]  # by split and image id
-SplitCaptions = Mapping[str, Mapping[int, ImageCaption]]  # by split and image id
+Automata = Mapping[str, Mapping[ImageId, "ConstraintAutomaton"]]  # by split and id in the annotation file
+SplitCaptions = Mapping[str, Mapping[ImageId, ImageCaption]]  # by split and id in the annotation file
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def find_automata(bundle: StoragePath, images: Mapping[str, Dataset], options: O
     if options.constraints is None:
         return {split: {} for split in images}
     constrained = [split for split in images if split not in options.unconstrained]
-    ids = [image for split in constrained for image in images[split].column("image_id")]
+    ids = [image for split in constrained for image in images[split].source_ids()]
     automata = load_automata(options.constraints, ids, vocabulary_of(bundle))
     if constrained and not automata:
         splits = ", ".join(constrained)
@@ -255,7 +255,7 @@ def _scored(
         language=protocol.language,
         several=result.several,
     )
-    hits: dict[int, bool] = {}
+    hits: dict[ImageId, bool] = {}
     if scores is not None and data.synthetic is not None:
         references = part.references()
         scored = {image: result.captions[image] for image in scores.image_ids}
@@ -274,6 +274,7 @@ def images_by_split(dataset: Dataset, splits: Sequence[str]) -> dict[str, Datase
         images = dataset.split(split)
         if not len(images) and split == ALL_IMAGES:
             images = dataset
+            images.require_distinct_ids()
         if not len(images):
             names = ", ".join(sorted(dataset.split_sizes()))
             raise UserError(
@@ -316,7 +317,7 @@ def find_inputs(
     left_out = Dataset(every.table.filter(pc.invert(pc.is_in(every.table["image_id"], usable_ids))))
     for image, uri, key in zip(*(left_out.column(name) for name in ("image_id", "uri", "key")), strict=True):
         reasons[image] = unreadable.get(uri) or missing.get(key) or "it has no features"
-    ids = {split: part.column("image_id") for split, part in images.items()}
+    ids = {split: dict(zip(part.source_ids(), part.column("image_id"), strict=True)) for split, part in images.items()}
     return Inputs(by_split, ids, reasons, tuple(stores))
 
 
@@ -356,7 +357,10 @@ def _new_captions(
     start_ray(settings, address, "captions")
     sources = [bundle_source(bundle, settings) for bundle in bundles]
     models = [TaskModel(source, store) for source, store in zip(sources, inputs.stores, strict=True)]
-    tasks = {split: SplitTask(part, automata[split]) for split, part in inputs.images.items()}
+    tasks = {}
+    for split, part in inputs.images.items():
+        ids = inputs.image_ids[split]
+        tasks[split] = SplitTask(part, {ids[image]: each for image, each in automata[split].items() if image in ids})
     num_images = len({image for part in inputs.images.values() for image in part.column("image_id")})
     largest = max(tasks, key=lambda split: len(tasks[split].images))
     has_every_image = len(tasks[largest].images) == num_images
@@ -366,7 +370,7 @@ def _new_captions(
     captions = {image: each for part in found.splits.values() for image, each in part.items()}
     num_captioned = sum(not each.error for each in captions.values())
     captions |= {image: ImageCaption(error=reason) for image, reason in inputs.unreadable.items()}
-    by_split = {split: {image: captions[image] for image in ids} for split, ids in inputs.image_ids.items()}
+    by_split = {split: {image: captions[n] for image, n in ids.items()} for split, ids in inputs.image_ids.items()}
     return by_split, found.seconds / num_captioned if num_captioned else None
 
 

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from raycap.models.config import Values
 from raycap.pipeline.data.caption_files import N_BEST, write_n_best, write_predictions
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.storage.untrusted.documents import parse_json, read_document, require_mapping
 
@@ -117,14 +118,14 @@ class ConstraintCounts(NamedTuple):
     """The number of images with constraints, and the ids of the images whose caption satisfies too few of them."""
 
     images: int
-    not_held: list[int]
+    not_held: list[ImageId]
 
     @classmethod
     def of(
-        cls, captions: Mapping[int, ImageCaption], automata: Mapping[int, ConstraintAutomaton]
+        cls, captions: Mapping[ImageId, ImageCaption], automata: Mapping[ImageId, ConstraintAutomaton]
     ) -> ConstraintCounts | None:
         """Counts the images by their best captions. Returns None if no image has constraints."""
-        num_images, not_held = 0, []
+        num_images, not_held = 0, list[ImageId]()
         for image, each in captions.items():
             num_required = automata[image].num_required if image in automata else 0
             if num_required and each.n_best:
@@ -141,39 +142,39 @@ class ConstraintCounts(NamedTuple):
 class SplitScores:
     """The captions of a split, and their scores if the split has references.
 
-    images: by image id. An image that cannot be read has the reason in place of a caption. constraints: None if no
-    image has constraints. main_object_hits: {image id: True if its caption names the main object}, only for the
-    synthetic data set. quality: the quality of the confidence, or None if there is no confidence or it was fitted on
-    this split. published: scores that papers print, each with the reason why our scores cannot be compared with it, or
-    "" if they can.
+    images: by id in the annotation file, like everything below. An image that cannot be read has the reason in place of
+    a caption. constraints: None if no image has constraints. main_object_hits: {image id: True if its caption names the
+    main object}, only for the synthetic data set. quality: the quality of the confidence, or None if there is no
+    confidence or it was fitted on this split. published: scores that papers print, each with the reason why our scores
+    cannot be compared with it, or "" if they can.
     """
 
     split: str
-    images: Mapping[int, ImageCaption]
+    images: Mapping[ImageId, ImageCaption]
     constraints: ConstraintCounts | None = None
     scores: MetricScores | None = None
-    main_object_hits: Mapping[int, bool] = field(default_factory=dict)
+    main_object_hits: Mapping[ImageId, bool] = field(default_factory=dict)
     quality: Quality | None = None
     published: Sequence[tuple[FinalRow, str]] = ()
 
     @cached_property
-    def captions(self) -> dict[int, str]:
+    def captions(self) -> dict[ImageId, str]:
         """The best caption of each image that has one."""
         return {image: each.n_best[0].caption for image, each in self.images.items() if each.n_best}
 
     @cached_property
-    def unreadable(self) -> dict[int, str]:
+    def unreadable(self) -> dict[ImageId, str]:
         """{image id: reason} for the images without a caption."""
         return {image: each.error for image, each in self.images.items() if each.error is not None}
 
     @cached_property
-    def several(self) -> dict[int, list[str]]:
+    def several(self) -> dict[ImageId, list[str]]:
         """All captions of each image, or {} if the search found only one caption per image."""
         several = {image: [one.caption for one in each.n_best] for image, each in self.images.items() if each.n_best}
         return several if any(len(captions) > 1 for captions in several.values()) else {}
 
     @cached_property
-    def signals(self) -> dict[int, tuple[float, ...]]:
+    def signals(self) -> dict[ImageId, tuple[float, ...]]:
         """The signals of the best captions, by image id. Captions without signals are left out."""
         best = {image: each.n_best[0] for image, each in self.images.items() if each.n_best}
         return {image: each.signals for image, each in best.items() if each.signals}
@@ -195,7 +196,7 @@ class SplitScores:
         return "" if self.scores is None else self.scores.signature
 
     @cached_property
-    def cider_by_image(self) -> dict[int, float]:
+    def cider_by_image(self) -> dict[ImageId, float]:
         """{image id: CIDEr-D}, or {} if CIDEr-D is unavailable."""
         if self.scores is None:
             return {}
@@ -204,7 +205,7 @@ class SplitScores:
             return {}
         return dict(zip(self.scores.image_ids, score.per_image, strict=True))
 
-    def scored_uris(self, uris: Mapping[int, str]) -> list[str]:
+    def scored_uris(self, uris: Mapping[ImageId, str]) -> list[str]:
         """The URIs of the scored images, or of the captioned images if the split has no scores. uris: by image id."""
         scored = set(self.captions) if self.scores is None else set(self.scores.image_ids)
         return [uri for image, uri in uris.items() if image in scored]
@@ -237,13 +238,14 @@ class SplitScores:
 class Inputs:
     """The inputs of an evaluation.
 
-    images: the images of each split that can be captioned. image_ids: the ids of all images of each split, in the order
-    of the split. unreadable: {image id: reason} for images that cannot be captioned, as known before the search begins.
-    stores: for each bundle the feature store that it captions, or None if it captions pixels.
+    images: the images of each split that can be captioned. image_ids: {id in the annotation file: number in the data
+    set} for all images of each split, in the order of the split. unreadable: {number: reason} for images that cannot be
+    captioned, as known before the search begins. stores: for each bundle the feature store that it captions, or None if
+    it captions pixels.
     """
 
     images: Mapping[str, Dataset]
-    image_ids: Mapping[str, Sequence[int]]
+    image_ids: Mapping[str, Mapping[ImageId, int]]
     unreadable: Mapping[int, str]
     stores: tuple[StoragePath | None, ...]
 
@@ -279,7 +281,7 @@ class Scores:
         return self.protocol.language
 
     @property
-    def unreadable(self) -> dict[int, str]:
+    def unreadable(self) -> dict[ImageId, str]:
         """{image id: reason} for the images without a caption, over all splits."""
         return {image: reason for each in self.splits for image, reason in each.unreadable.items()}
 
@@ -304,7 +306,7 @@ class Scores:
 
 
 def write_captions(
-    folder: StoragePath | Path, split: str, images: Mapping[int, ImageCaption], predictions: str
+    folder: StoragePath | Path, split: str, images: Mapping[ImageId, ImageCaption], predictions: str
 ) -> None:
     """Writes the best captions as a COCO result file named `predictions`, and all captions as an n-best file."""
     write_predictions(folder / predictions, SplitScores(split, images).captions)
@@ -312,14 +314,14 @@ def write_captions(
     write_n_best(folder / N_BEST.format(split), ranked)
 
 
-def read_captions(path: Path) -> dict[int, ImageCaption]:
+def read_captions(path: Path) -> dict[ImageId, ImageCaption]:
     """Reads the captions in an n-best file of `write_captions`, by image id.
 
     Raises UserError, ValueError or KeyError if the file does not have the content of such a file.
     """
-    found, ranked = {}, TypeAdapter(tuple[RankedCaption, ...])
+    found, ranked = dict[ImageId, ImageCaption](), TypeAdapter(tuple[RankedCaption, ...])
     for number, line in enumerate(read_document(path).splitlines(), 1):  # bytes, because text has more line ends
         name = f"{path}: line {number}"
         row = require_mapping(parse_json(line, name), name)
-        found[int(row["image_id"])] = ImageCaption(ranked.validate_python(row["n_best"]))
+        found[row["image_id"]] = ImageCaption(ranked.validate_python(row["n_best"]))
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.data.caption_files import N_BEST, read_predictions
-from raycap.pipeline.data.dataset import Dataset
+from raycap.pipeline.data.dataset import Dataset, ImageId
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import BUNDLE_FILES, save_bundle
 from raycap.pipeline.evaluation.comparison.protocol import run_protocol
@@ -81,7 +81,7 @@ def bundle_run(folder: RunFolder, stage: StageSection | None = None) -> Path:
 
 def stored_captions(
     folder: RunFolder, images: Mapping[str, Dataset], digests: Mapping[str, str]
-) -> dict[str, dict[int, ImageCaption]] | None:
+) -> dict[str, dict[ImageId, ImageCaption]] | None:
     """The captions that an earlier attempt at the run has stored, by split and image id.
 
     Returns None if another bundle made the captions, or if they belong to other images. If a file is damaged, logs its
@@ -98,8 +98,9 @@ def stored_captions(
         for split, part in images.items():
             captions = read_captions(folder.path / "predictions" / N_BEST.format(split))
             reasons = content["splits"][split]["unreadable"]
-            captions |= {int(image): ImageCaption(error=str(reason)) for image, reason in reasons.items()}
-            image_ids = part.column("image_id")
+            image_ids = part.source_ids()
+            id_of = {str(image): image for image in image_ids}  # because keys in JSON are texts
+            captions |= {id_of.get(text, text): ImageCaption(error=str(reason)) for text, reason in reasons.items()}
             if captions.keys() != set(image_ids):
                 return None
             found[split] = {image: captions[image] for image in image_ids}

@@ -129,7 +129,7 @@ def _require_file(key: str, name: str | None) -> None:
 def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
     """Raises UserError if the constraint file requires, for a test image, a word that the vocabulary lacks."""
     if config.evaluation.constraints is not None:
-        images = dataset.split(*config.data.test_splits).column("image_id")
+        images = dataset.split(*config.data.test_splits).source_ids()
         load_automata(Path(config.evaluation.constraints), images, vocabulary)
 
 

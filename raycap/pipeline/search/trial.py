@@ -19,6 +19,7 @@ from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, cost
 from raycap.models.config import Values
 from raycap.pipeline.config.run import total_steps
 from raycap.pipeline.data.caption_files import read_predictions
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.evaluation.captioning.search import caption_images
 from raycap.pipeline.evaluation.evaluate import caption_scores
 from raycap.pipeline.features.model_inputs import model_inputs
@@ -53,7 +54,7 @@ class TrialTask:
 # Raises SystemExit to stop the trial.
 Report = Callable[[TrialRecord, Callable[[Path], None] | None], None]
 Train = Callable[[Context, StageJob], None]  # `train_stages`, or on Ray Train's workers
-Caption = Callable[[StageJob, str], dict[int, str]]  # `split_captions`, or in a task of Ray
+Caption = Callable[[StageJob, str], dict[ImageId, str]]  # `split_captions`, or in a task of Ray
 
 
 class TrialContext(LocalContext):
@@ -73,7 +74,7 @@ class TrialContext(LocalContext):
             self.send(reports, metrics["step"])
 
 
-def split_captions(job: StageJob, split: str) -> dict[int, str]:
+def split_captions(job: StageJob, split: str) -> dict[ImageId, str]:
     """The captions of a split by image id, with the weights that a finished run delivers and its `evaluation`.
 
     They are made from the features of the initial backbone. If a stage has trained the delivered backbone, they are
@@ -87,11 +88,12 @@ def split_captions(job: StageJob, split: str) -> dict[int, str]:
     captioner = stored_captioner(folder, config.backbone if reads_images else None, folder.delivered_weights)
     assert reads_images or job.store is not None  # else the stages have read the store
     store = None if reads_images or job.store is None else open_store(job.store, config.features)
-    images = model_inputs(config, folder.dataset.without(job.excluded).split(split), store)
+    part = folder.dataset.without(job.excluded).split(split)
+    images = model_inputs(config, part, store)
     best = caption_images(captioner.to(context.device), images, folder.vocabulary, config.evaluation, context)
     if job.removes_copies:
         folder.remove_copy()
-    return {image: hypothesis.caption for image, hypothesis in best.items()}
+    return {image: hypothesis.caption for image, hypothesis in zip(part.source_ids(), best.values(), strict=True)}
 
 
 def run_trial(

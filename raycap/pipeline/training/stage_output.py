@@ -30,6 +30,8 @@ from pydantic import TypeAdapter
 
 from raycap.models.captioner import Captioner
 from raycap.models.config import Values
+from raycap.pipeline.data.caption_files import write_predictions
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import JOURNAL, RunFolder, StageResult
 from raycap.pipeline.runs.journal import JOURNAL_EVERY_S, Journal
@@ -179,7 +181,7 @@ class StageOutput:
             self._pending.result()
             self._pending = None
 
-    def save_best(self, captioner: Captioner, step: int, captions: Mapping[int, str]) -> None:
+    def save_best(self, captioner: Captioner, step: int, captions: Mapping[ImageId, str]) -> None:
         """Writes the best weights so far, and their captions of the validation split in COCO's format."""
         if not self.writes:
             return
@@ -190,8 +192,7 @@ class StageOutput:
             if captioner.backbone is not None:
                 save_weights(captioner.backbone, temporary / "backbone.safetensors")
             write_digests(temporary)
-        results = [{"image_id": image, "caption": caption} for image, caption in captions.items()]
-        write_json(self.path / "predictions-val.json", results)
+        write_predictions(self.path / "predictions-val.json", captions)
 
     def finish(self, result: StageResult, text: str) -> None:
         """Marks the stage as finished, and removes its checkpoints. text: for the journal."""

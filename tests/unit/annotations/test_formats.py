@@ -25,6 +25,7 @@ from raycap.pipeline.data.formats.source import id_of_name, read_json
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
 from raycap.pipeline.data.reading import Annotations, build_vocabulary, read_annotations, read_dataset
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
@@ -81,8 +82,8 @@ def test_rows_without_ids_get_those_of_their_names_and_malformed_rows_are_named(
     assert len(problems) == 1 and "row 2" in problems[0]
     for rows, message in [
         ([{"id": 1}], "no text in the column image"),
-        ([{"image": "1.png", "id": 1.5}], "id 1.5 is not a whole number"),
-        ([{"image": "1.png", "id": True}], "id True is not a whole number"),
+        ([{"image": "1.png", "id": 1.5}], "the id 1.5 is neither a whole number nor text"),
+        ([{"image": "1.png", "id": True}], "the id True is neither a whole number nor text"),
         ([{"image": "1.png", "split": False}], "split False is not text"),
         (
             [{"image": "1.png", "split": "val"}, {"image": "./1.png", "split": 0}],
@@ -105,14 +106,56 @@ def table(folder: Path, *rows: dict[str, Any], **keys: Any) -> Dataset:
     return read_annotations(DataSection(root=str(folder), annotations="t.jsonl", **keys), folder).dataset
 
 
-def test_ids_that_are_text_are_hashes_of_names_unless_the_column_is_configured(tmp_path: Path) -> None:
+def test_ids_that_are_no_numbers_have_a_hash_in_the_data_set(tmp_path: Path) -> None:
+    """The file's id is kept. The name of an image stands for a missing id. Regions need numbers."""
     rows = [{"image": f"{n}.png", "id": value} for n, value in enumerate(["u0", "17", 18.0, None, ""])]
     dataset = table(tmp_path, *rows)
-    assert dataset.column("image_id") == [id_of_name("0.png"), 17, 18, id_of_name("3.png"), id_of_name("4.png")]
+    hashes = [id_of_name(name) for name in ('t.jsonl "u0"', 't.jsonl "17"', "3.png", "4.png")]
+    assert dataset.column("image_id") == [*hashes[:2], 18, *hashes[2:]]
+    assert dataset.source_ids() == ["u0", "17", 18, "3.png", "4.png"]
+    dataset.save(tmp_path / "data.arrow")
+    assert Dataset.load(tmp_path / "data.arrow").source_ids() == dataset.source_ids()
+    with pytest.raises(UserError, match='regions are found by whole numbers as ids of images; the id "u0" is not one'):
+        dataset.keyed_by_id()
     (tmp_path / "val.txt").write_text("0.png u0\n")
     assert table(tmp_path, *rows, split_lists={"val": "val.txt"}).column("split") == ["val"] + ["train"] * 4
-    with pytest.raises(UserError, match="row 1: id 'u0' is not a whole number"):
-        table(tmp_path, *rows, columns={"id": "id"})
+
+
+def test_files_that_count_from_0_are_one_data_set(tmp_path: Path) -> None:
+    """An id may be in two files, but not twice in a file, in a split, or for one image."""
+
+    def read(*splits: str, name: str = "{split}{number}.jpg") -> Dataset:
+        for number, split in enumerate(splits):
+            images = [{"id": each, "file_name": name.format(split=split, number=each)} for each in (0, f"i{number}", 7)]
+            (tmp_path / f"{number}.json").write_text(json.dumps({"images": images}))
+        sources = [{"annotations": f"{number}.json", "split": split} for number, split in enumerate(splits)]
+        return read_annotations(DataSection(root=str(tmp_path), sources=sources), tmp_path).dataset
+
+    dataset = read("train", "val")
+    assert dataset.source_ids() == [0, "i0", 7, 0, "i1", 7] and len({*dataset.column("image_id")}) == 6
+    assert dataset.column("image_id")[3] == id_of_name("1.json 0") and list(dataset.split("val").uris()) == [0, "i1", 7]
+    assert read("train").column("image_id")[0] == 0
+    with pytest.raises(UserError, match="images of several splits have the id 0; give one --split of train, val"):
+        dataset.require_distinct_ids()
+    for splits, name in ((("val", "val"), "{split}{number}.jpg"), (("train", "val"), "{number}.jpg")):
+        with pytest.raises(
+            UserError, match="repeats the image id 0; every id must occur once in a file and in a split"
+        ):
+            read(*splits, name=name)
+
+
+def test_names_that_stand_for_ids_are_distinct(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / f"pets/{split}").mkdir(parents=True)
+        (tmp_path / f"pets/{split}/dog.jpg").touch()
+        (tmp_path / f"pets/{split}/dog.txt").write_text(split)
+    sources = [{"annotations": f"pets/{split}", "split": split} for split in ("train", "val")]
+    for count, names in ((1, ["dog.jpg"]), (2, ["train/dog.jpg", "val/dog.jpg"])):
+        section = DataSection(root=str(tmp_path), sources=sources[:count])
+        assert read_annotations(section, tmp_path).dataset.source_ids() == names
+    assert read_references(tmp_path / "pets").references() == {"train/dog.jpg": ["train"], "val/dog.jpg": ["val"]}
+    with pytest.raises(UserError, match="pets/none does not exist"):
+        read_references(tmp_path / "pets/none")
 
 
 @pytest.mark.parametrize("keys", [{}, {"split_fractions": {"train": 0.5, "val": 0.5}}])

@@ -13,9 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from raycap.jobs.score import score
-from raycap.pipeline.data.caption_files import read_predictions, read_references
+from raycap.pipeline.config.sections import DataSection
+from raycap.pipeline.data.caption_files import read_predictions, write_predictions
+from raycap.pipeline.data.reading import read_annotations
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores import ngrams
 from raycap.pipeline.evaluation.scores import words as ptb
@@ -68,7 +73,7 @@ def test_published_scores(real_java: None) -> None:
     folder = SHARED / "data" / "coco_captions"
     if not folder.is_dir():
         pytest.skip(f"{folder} is missing")
-    references = read_references(folder / "captions_val2014.json.gz")
+    references = read_references(folder / "captions_val2014.json.gz").references()
     predictions = read_predictions(folder / "captions_val2014_fakecap_results.json.gz")
     wanted = {"BLEU-1": 0.579, "BLEU-2": 0.404, "BLEU-3": 0.279, "BLEU-4": 0.191, "ROUGE-L": 0.396, "CIDEr-D": 0.600}
     if shutil.which("java"):
@@ -167,7 +172,58 @@ def results(predictions: dict[Any, str]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("layout", [coco, karpathy, lambda refs: karpathy(refs, "imgid")])
 def test_reference_layouts(layout: Any, zipped: bool, tmp_path: Path) -> None:
-    assert read_references(write(tmp_path / "refs", layout(REFERENCES), zipped)) == REFERENCES
+    assert read_references(write(tmp_path / "refs", layout(REFERENCES), zipped)).references() == REFERENCES
+
+
+IDS = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.integers(0, 9).map(lambda number: f"{number:03d}"),
+    st.sampled_from(
+        ["img_003", "1_000", "1.0", "-0", "\uff11\uff12", "a,b", 'a "b"', "c\\", " d ", "\u2028", "True", "nan"]
+    ),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\r\n"), min_size=1, max_size=5),
+)
+
+
+def write_form(folder: Path, form: str, references: dict[Any, list[str]]) -> Path:
+    """An annotation file with these ids. In a CSV file a number is its digits."""
+    path = folder / f"set.{form}"
+    names = {image: f"{number}.jpg" for number, image in enumerate(references)}
+    if form == "coco":
+        content = coco(references)
+        content["images"] = [{"id": image, "file_name": name} for image, name in names.items()]
+        return write(folder / "coco.json", content)
+    if form == "karpathy":
+        content = karpathy({number: texts for number, texts in enumerate(references.values())}, "imgid")
+        for entry, (image, name) in zip(content["images"], names.items(), strict=True):
+            entry |= {"filename": name, "imgid": image} if len(str(image)) % 2 else {"filename": name, "cocoid": image}
+        return write(folder / "karpathy.json", content)
+    rows = [{"image": names[image], "id": image, "captions": texts} for image, texts in references.items()]
+    if form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["image", "id", "captions"])
+        writer.writeheader()
+        writer.writerows({**row, "captions": json.dumps(row["captions"])} for row in rows)
+    return path
+
+
+@pytest.mark.parametrize("form", ["coco", "karpathy", "jsonl", "csv"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ids=st.lists(IDS, min_size=2, max_size=6, unique_by=str))
+def test_ids_leave_as_they_came(form: str, tmp_path: Path, ids: list[Any]) -> None:
+    """Predictions have the ids of the annotation file, with their types, and can be scored against it."""
+    references = {image: [f"a dog and {number} cats", "a dog"] for number, image in enumerate(ids)}
+    path = write_form(tmp_path, form, references)
+    dataset = read_annotations(DataSection(root=str(tmp_path), annotations=path.name), tmp_path).dataset
+    found = dataset.source_ids()
+    assert list(map(str, found)) == list(map(str, ids))
+    assert form == "csv" or list(map(type, found)) == list(map(type, ids))
+    assert len({*dataset.column("image_id")}) == len(ids)
+    assert read_references(path).references() == dataset.references()
+    write_predictions(tmp_path / "results.json", {image: texts[0] for image, texts in dataset.references().items()})
+    assert score(path, tmp_path / "results.json", metrics=("BLEU-1",)).values["BLEU-1"] == pytest.approx(1)
 
 
 # raycap score -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import contextlib
 import glob
 import hashlib
 import itertools
+import json
 import os
 import re
 import unicodedata
@@ -22,16 +23,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, lru_cache
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, split_name
+from raycap.pipeline.data.dataset import SOURCE_ID, repeated_ids
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import plain_name, printable, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
+from raycap.pipeline.storage.untrusted.documents import GZIP_START, gunzip, parse_json
 
 # {column: the names that it may have if `data.columns` gives none}. The first name that an entry has is used.
 COLUMNS = {
@@ -48,6 +52,8 @@ IMAGE_ENDINGS = (
     ".pnm", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
 OTHER_ENDINGS = (".arw", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".psd", ".svg", ".tga")  # not read
+UNTYPED_ENDINGS = (".csv", ".tsv", ".txt", ".token", ".caption")  # of tables in which every value is text
+_NUMBER = re.compile("0|-?[1-9][0-9]{0,18}")  # the texts of whole numbers, of which each number has one
 MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
 MAX_FILES = 100_000  # files that one pattern may name
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
@@ -56,8 +62,34 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSO
 BUFFERED_ROWS = 10_000  # rows that are collected before they become Arrow arrays, which take less memory
 LISTS = pa.list_(pa.string())
 IMAGES = pa.schema(
-    [("image_id", pa.int64()), ("split", pa.string()), ("uri", pa.string()), ("captions", LISTS), ("tokens", LISTS)]
+    [
+        ("image_id", pa.int64()),
+        SOURCE_ID,
+        ("is_name", pa.bool_()),
+        ("file", pa.dictionary(pa.int32(), pa.string())),  # the configuration's path of the annotation file
+        ("split", pa.string()),
+        ("uri", pa.string()),
+        ("captions", LISTS),
+        ("tokens", LISTS),
+    ]
 )
+
+
+class Identity(NamedTuple):
+    """The id of an image. number: within raycap, unique in the data set.
+
+    source: the id in the annotation file as JSON text, or None if it is the number. is_name: True if the file has no id
+    for the image, so that the image's name in the file stands for it.
+    """
+
+    number: int
+    source: str | None = None
+    is_name: bool = False
+
+    @property
+    def text(self) -> str:
+        """The id in the annotation file as text. A number and a text with the same digits are equal."""
+        return str(self.number if self.source is None else json.loads(self.source))
 
 
 @dataclass(frozen=True)
@@ -156,10 +188,10 @@ def errors_named(path: StoragePath) -> Iterator[None]:
 
 
 def read_file(path: StoragePath) -> bytes:
-    """The content of an annotation file, decompressed if its name ends in .gz. Raises UserError."""
+    """The content of an annotation file, decompressed if it is a gzip file. Raises UserError."""
     with errors_named(path):
         data = path.read_bytes(MAX_ANNOTATION_BYTES)
-    return gunzip(data, f"annotation file {path}") if path.name.endswith(".gz") else data
+    return gunzip(data, f"annotation file {path}") if data.startswith(GZIP_START) else data
 
 
 @contextmanager
@@ -250,10 +282,13 @@ def matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """An annotation file, the folder of its images, and how it is read."""
+    """An annotation file, the folder of its images, and how it is read.
+
+    images: None if only captions and ids are read. The images then need neither files nor names.
+    """
 
     annotations: StoragePath
-    images: StoragePath
+    images: StoragePath | None
     annotations_name: str = ""  # the configuration's path of `annotations`; names of images begin with it
     images_name: str = ""  # the configuration's path of `images`
     split: str | None = None  # split of images for which neither the file nor a list names one
@@ -295,25 +330,42 @@ class Source:
             raise UserError(f"{location} has conversations, as LLaVA's files do, and no captions; {remedy}")
         return as_list(self.value(entry, "captions", location))
 
+    def text(self, entry: Mapping[str, Any], key: str) -> Any:
+        """An image's name or split in JSON. "none" if it is missing and no images are read. May raise KeyError."""
+        return entry.get(key, "none") if self.images is None else entry[key]
+
+    def find(self, name: str, location: str) -> tuple[str, str]:
+        """The result of `inside` for an image. The path or URI is "" if no images are read."""
+        return ("", os.path.normpath(name)) if self.images is None else inside(self.images, name, location)
+
+    def image_id(self, value: Any, location: str) -> Identity:
+        """The id that an annotation file gives an image. Raises UserError if it is neither a whole number nor text."""
+        is_untyped = self.annotations.name.removesuffix(".gz").endswith(UNTYPED_ENDINGS)
+        is_number = is_untyped and isinstance(value, str) and _NUMBER.fullmatch(value)
+        if is_number or (isinstance(value, float) and value.is_integer()):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int | str) or SURROGATE.search(str(value)):
+            raise UserError(f"{location}: the id {quoted(value)} is neither a whole number nor text; correct it")
+        if isinstance(value, int) and -(2**63) <= value < 2**63:
+            return Identity(value)
+        text = json.dumps(value)
+        return Identity(id_of_name(f"{self.annotations_name} {text}"), text)
+
     def id_and_split(
         self, entry: Mapping[str, object], listed: tuple[str, ...], name: str, location: str
-    ) -> tuple[int, str]:
-        """The id and split of an image. If its entry has no id, the id is a hash of its name.
+    ) -> tuple[Identity, str]:
+        """The id and split of an image.
 
         The split is the first that is given by: the lists, the entry, the source, a hash of the name. listed: names by
-        which the lists may contain the image. Raises UserError for values of a wrong type.
+        which the lists may contain the image, beginning with its name in the file, which stands for a missing id. name:
+        in the data set. Raises UserError for values of a wrong type.
         """
-        names, image_id = listed, None
         identifier = self.value(entry, "id", location)
-        if identifier not in (None, ""):
-            image_id = _whole_number(identifier)
-            must_be_number = self.columns.id is not None or not isinstance(identifier, str)
-            if image_id is None and must_be_number:
-                remedy = "set data.columns.id to a column that is; without a column id, ids are hashes of file names"
-                raise UserError(f"{location}: id {quoted(identifier)} is not a whole number; {remedy}")
-            names = (*listed, str(identifier))
-        if image_id is None:
-            image_id = id_of_name(name)
+        if identifier in (None, ""):
+            names = listed
+            image_id = Identity(id_of_name(name), json.dumps(listed[0]), is_name=True)
+        else:
+            names, image_id = (*listed, str(identifier)), self.image_id(identifier, location)
         split = self.splits.listed(*names)
         if split is None:
             split = self.value(entry, "split", location)
@@ -337,16 +389,6 @@ def columns_named(wanted: tuple[str, ...], columns: tuple[str, ...], role: str) 
         if found := tuple(column for column in columns if pattern.fullmatch(column.strip())):
             return found
     return ()
-
-
-def _whole_number(value: Any) -> int | None:
-    """The integer that a number or text represents. None for any other value."""
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        return None
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def inside(folder: StoragePath, name: str, location: str) -> tuple[str, str]:
@@ -402,23 +444,22 @@ class Rows:
         self.problems: list[str] = []
         self._left_out: Counter[str] = Counter()  # {kind of things: their number}
         self._first_left_out: dict[str, str] = {}  # {kind of things: name of the first one}
-        self._buffer: list[tuple[int, str, str, list[str], list[str]]] = []  # the columns of IMAGES
+        self._buffer: list[tuple[Any, ...]] = []  # the columns of IMAGES
         self._stored = list[pa.RecordBatch]()
         self.count = 0
+        self.file = ""  # the configuration's path of the annotation file that is read
 
     def add(
-        self, image_id: int, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
+        self, image_id: Identity, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
     ) -> None:
         """Adds an image. Raises UserError for values that cannot be in a table or a file system.
 
         uri: the text of an ImageLocation. tokens: the tokens of each caption, joined with spaces, if
         `Source.with_tokens` is true.
         """
-        if not -(2**63) <= image_id < 2**63:
-            raise UserError(f"{location} is malformed: the image id {quoted(image_id)} has more than 64 bits")
-        if "\0" in uri or SURROGATE.search(uri + split):
+        if "\0" in uri or SURROGATE.search(uri + split + self.file):
             raise UserError(f"{location} is malformed: its file name or split is not text")
-        self._buffer.append((image_id, split_name(split), uri, captions, list(tokens)))
+        self._buffer.append((*image_id, self.file, split_name(split), uri, captions, list(tokens)))
         self.count += 1
         if len(self._buffer) == BUFFERED_ROWS:
             self._store()
@@ -442,10 +483,45 @@ class Rows:
         self._buffer = []
 
     def table(self, *, with_tokens: bool) -> pa.Table:
-        """The images as a table of IMAGES. with_tokens: whether it has the column tokens."""
+        """The images as a table of IMAGES without is_name and file. with_tokens: whether it has the column tokens.
+
+        Raises UserError for an id that occurs twice.
+        """
         self._store()
-        table = pa.Table.from_batches(self._stored)
-        return table if with_tokens else table.drop_columns(["tokens"])
+        table = with_distinct_ids(pa.Table.from_batches(self._stored))
+        return table.drop_columns(["is_name", "file"] + ["tokens"] * (not with_tokens))
+
+
+def with_distinct_ids(table: pa.Table) -> pa.Table:
+    """A table of IMAGES in which the numbers, and the ids of each split, are distinct.
+
+    If a name stands for the ids of several images, all names begin with the path of the annotation file, from the
+    folder of all these files on. A number that several files use becomes a source_id. Raises UserError if a file, a
+    split or an image has an id twice.
+    """
+    is_repeated = repeated_ids(table)
+    numbers, sources, files = (table[name].to_pylist() for name in ("image_id", SOURCE_ID.name, "file"))
+    seen = set[tuple[str, str]]()
+    for row in np.flatnonzero(is_repeated.to_numpy()).tolist():
+        text = Identity(numbers[row], sources[row]).text
+        split, uri, is_name = (table[name][row].as_py() for name in ("split", "uri", "is_name"))
+        places = {(text, f"file {files[row]}"), (text, f"image {uri or row}")}
+        if not is_name:
+            places.add((text, f"split {split}"))
+        if not seen.isdisjoint(places):
+            raise UserError(
+                f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; every id must occur once "
+                "in a file and in a split"
+            )
+        seen |= places
+        if sources[row] is None:
+            numbers[row], sources[row] = id_of_name(f"{files[row]} {text}"), text
+    if pc.any(pc.and_(is_repeated, table["is_name"])).as_py():
+        folder = prefix_of(os.path.commonprefix(files).rpartition("/")[0])  # noqa: RUF071 (character by character)
+        for row in np.flatnonzero(table["is_name"].to_numpy()).tolist():
+            sources[row] = json.dumps(prefix_of(files[row]).removeprefix(folder) + json.loads(sources[row]))
+    table = table.set_column(0, "image_id", pa.array(numbers, pa.int64()))
+    return table.set_column(1, SOURCE_ID, pa.array(sources, pa.string()))
 
 
 def as_list(value: object) -> list[Any]:

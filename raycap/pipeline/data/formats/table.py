@@ -13,7 +13,7 @@ from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import Rows, Source, as_texts, inside, is_image, opened, prefix_of, read_file
+from raycap.pipeline.data.formats.source import Identity, Rows, Source, as_texts, is_image, opened, prefix_of, read_file
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
@@ -44,7 +44,7 @@ class ImageFile(NamedTuple):
     """An image file that rows of a table name. stated_split: its value in the column split of the first of them."""
 
     stated_split: object
-    image_id: int
+    image_id: Identity
     split: str
     uri: str
     captions: list[str]
@@ -239,14 +239,14 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 remedy = "give one row with a list of captions, or each image its own path"
                 raise UserError(f"{location} repeats the image {quoted(name)}; {remedy}")
             stored_names.add(name)
-            uri, file_name = ImageLocation(path, image.place, name).uri, name.rsplit("/", 1)[-1]
+            uri, listed = ImageLocation(path, image.place, name).uri, (name, name.rsplit("/", 1)[-1])
             whole_name = prefix_of(source.annotations_name) + name
-            rows.add(*source.id_and_split(entry, (file_name,), whole_name, location), uri, captions, location)
+            rows.add(*source.id_and_split(entry, listed, whole_name, location), uri, captions, location)
         elif not isinstance(image, str) or not image:
             column = " or ".join(source.column_names["image"])
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
         else:
-            uri, name = inside(source.images, image, location)
+            uri, name = source.find(image, location)
             stated = source.value(entry, "split", location)
             known = files.get(name)
             if known is None:

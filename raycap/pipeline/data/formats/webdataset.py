@@ -174,7 +174,8 @@ def add_samples(source: Source, found: tuple[list[Sample], list[tuple[str, str]]
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
-        image_id, split = source.id_and_split(sample.entry, (member.name.rsplit("/", 1)[-1],), name, location)
+        listed = member.name, member.name.rsplit("/", 1)[-1]
+        image_id, split = source.id_and_split(sample.entry, listed, name, location)
         captions = sample.captions or source.captions(sample.entry, location)
         if source.columns_in(sample.entry, "captions") and source.captions(sample.entry, location) != captions:
             rows.leave_out("captions in JSON beside a text with other captions", name)

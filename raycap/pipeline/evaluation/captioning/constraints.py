@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import StrictInt, TypeAdapter, ValidationError
+from pydantic import StrictInt, StrictStr, TypeAdapter, ValidationError
 
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shown
@@ -33,10 +34,10 @@ class ImageConstraints(NamedTuple):
     at_least: int | None = None
 
 
-def read_constraints(path: Path) -> dict[int, ImageConstraints]:
+def read_constraints(path: Path) -> dict[ImageId, ImageConstraints]:
     """Reads a file of constraints, by image id. If a line is malformed, raises UserError with its number."""
-    row_type = TypeAdapter(tuple[StrictInt, list[str | list[str]], StrictInt | None])
-    found: dict[int, ImageConstraints] = {}
+    row_type = TypeAdapter(tuple[StrictInt | StrictStr, list[str | list[str]], StrictInt | None])
+    found: dict[ImageId, ImageConstraints] = {}
     try:
         lines = read_document(path).decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -67,7 +68,7 @@ def read_constraints(path: Path) -> dict[int, ImageConstraints]:
     return found
 
 
-def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> dict[int, ConstraintAutomaton]:
+def load_automata(file: Path, images: Iterable[ImageId], vocabulary: Vocabulary) -> dict[ImageId, ConstraintAutomaton]:
     """Reads the constraints of these `images` and builds their automata. Raises UserError like `build_automata`."""
     wanted = set(images)
     constraints = {image: value for image, value in read_constraints(file).items() if image in wanted}
@@ -75,8 +76,8 @@ def load_automata(file: Path, images: Iterable[int], vocabulary: Vocabulary) -> 
 
 
 def build_automata(
-    constraints: Mapping[int, ImageConstraints], vocabulary: Vocabulary, file: str
-) -> dict[int, ConstraintAutomaton]:
+    constraints: Mapping[ImageId, ImageConstraints], vocabulary: Vocabulary, file: str
+) -> dict[ImageId, ConstraintAutomaton]:
     """Builds the automaton of each image's constraints, by image id. file: for messages.
 
     Raises UserError for a word outside the vocabulary, and for too many constraints.

@@ -86,7 +86,8 @@ def published_table(columns: list[str], published: Sequence[tuple[FinalRow, str]
 def report_images(result: SplitScores, part: Dataset, options: StorageOptions) -> list[ReportImage]:
     """The captioned images of a split, with their captions, references and scores."""
     scores, captions = result.cider_by_image, result.captions
-    rows = zip(*(part.column(column) for column in ("image_id", "uri", "key", "captions")), strict=True)
+    columns = (part.column(column) for column in ("uri", "key", "captions"))
+    rows = zip(part.source_ids(), *columns, strict=True)
     return [
         ReportImage(
             image_id=image,

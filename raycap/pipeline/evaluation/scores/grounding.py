@@ -17,7 +17,8 @@ import numpy as np
 
 from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.config.sections import DataSection, ScoreInputsSection
-from raycap.pipeline.data.caption_files import ImageId, read_json
+from raycap.pipeline.data.caption_files import read_json
+from raycap.pipeline.data.dataset import ImageId
 from raycap.pipeline.data.synthetic.scene_captions import GRAMMARS
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.words import metric_words

@@ -25,6 +25,7 @@ from raycap.pipeline.runtime.names import one_line, printable, quoted
 if TYPE_CHECKING:
     import yaml
 
+GZIP_START = b"\x1f\x8b"  # the first two bytes of every gzip file
 MAX_DOCUMENT_BYTES = 2**30
 MAX_YAML_CHARACTERS = 2**18  # the parser takes seconds for this length, so longer texts are refused
 MAX_YAML_NUMBER = 1000  # characters of a number; limited, because numbers in base 60 can become very large
