@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycap.pipeline.config.sections import DataSection
@@ -301,6 +301,7 @@ def test_parquet_may_name_image_files(tmp_path: Path) -> None:
     assert found.dataset.column("uri")[7] == str(tmp_path / "photos/7.jpg")
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     captions=st.lists(
         st.text(st.sampled_from("ab ,;|\t\"'[]\n\r\\\u2028é"), min_size=1, max_size=12), min_size=1, max_size=6
