@@ -103,7 +103,7 @@ SAMPLE = [c for c in PLANE if ord(c) < 0x100 or 0x2000 <= ord(c) < 0x2100 or ord
 
 
 def digest(lines: Iterable[Sequence[str]]) -> str:
-    """Of the words that metrics see: white space inside a token separates words. Java's Unicode version may be older."""
+    """Of the words that metrics see: white space inside a token separates words. Java may know fewer capitals."""
     text = "\n".join(" ".join(" ".join(tokens).lower().split()) for tokens in lines)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
