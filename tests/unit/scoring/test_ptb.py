@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib.util
 import json
 import math
@@ -11,6 +12,7 @@ import random
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,7 @@ RECORDED = {
     "see www.foo.com, foo@bar.com #tag @user": "see www.foo.com foo@bar.com #tag @user",
     "smile :) ;-) :D ^_^": "smile :-rrb- ;--rrb- :d ^_^",
     "“curly” ‘quotes’ it’s – — …": "curly quotes it 's",
+    "a ❤\ufe0f and a\u200db ☺\ufe0f, 5‐6 m²²": "a ❤ and a b ☺ 5‐6 m ²²",
     "café ½ cup for €5 and 50¢ 😀 ☺": "café 1/2 cup for $ 5 and 50 cents ☺",
     "grey colour theatre": "grey colour theatre",  # no British to American spelling
     "a\nline break": "a line break",
@@ -64,6 +67,55 @@ RECORDED = {
 @pytest.mark.parametrize("caption", RECORDED)
 def test_recorded_answers(caption: str) -> None:
     assert " ".join(ptb.tokenize(caption)) == RECORDED[caption]
+
+
+# {context of a character: start of the digest of the Stanford tokenizer's words for all of `SAMPLE` in this context}
+CONTEXTS = {
+    "{}": "258223ed40357795",
+    "x {} y": "a297c779eb03879f",
+    "a{}b": "ae4ad54f8c6489fb",
+    "word{}": "aa0811a85d531998",
+    "{}word": "68afc74562b8a277",
+    "5{}": "371144bcf7d28354",
+    "{}5": "819544f7691711bf",
+    "5{}5": "eb4db03a716c9daf",
+    "word.{}": "a1e168ffe66fd1cd",
+    "{}.": "662f2398c9175d63",
+    ",{}": "76eff71754e6b548",
+    "'{}": "4bd5c51544b03eee",
+    "{}'": "1a3a56ac015b97e0",
+    "-{}": "2e99f888cf49479e",
+    "{}-": "258223ed40357795",
+    "a-{}b": "432696c533498a7f",
+    '"{}"': "258223ed40357795",
+    "{}{}": "39ff7ab478676518",
+    "😀{}": "258223ed40357795",
+    "a{}'s": "ec813bac12006dfa",
+    "a_{}": "eb4455a51d050e54",
+    "({})": "6757a6ac665250e4",
+    "a{}.com": "2f003503b70a15b3",
+    "http://b{}": "63b18517b27e84db",
+    "no.{}5": "a9b894e65a809830",
+}
+LINE_SEPARATORS = "\n\v\f\r\u2028\u2029"  # split a caption in two for pycocoevalcap, which shifts the later captions
+PLANE = [chr(code) for code in range(0x10000) if not 0xD800 <= code < 0xE000 and chr(code) not in LINE_SEPARATORS]
+SAMPLE = [c for c in PLANE if ord(c) < 0x100 or 0x2000 <= ord(c) < 0x2100 or ord(c) % 89 == 0]
+
+
+def digest(lines: Iterable[Sequence[str]]) -> str:
+    """Of the words that metrics see: white space inside a token separates words. Java may know fewer capitals."""
+    text = "\n".join(" ".join(" ".join(tokens).lower().split()) for tokens in lines)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_characters_of_all_scripts_have_the_recorded_words(context: str) -> None:
+    assert digest(ptb.tokenize(context.replace("{}", character), "x") for character in SAMPLE) == CONTEXTS[context]
+
+
+@pytest.mark.parametrize("separator", LINE_SEPARATORS)
+def test_a_line_separator_inside_a_caption_is_a_space(separator: str) -> None:
+    assert ptb.tokenize_all([f"a (dog){separator}runs", "x"]) == [["a", "-lrb-", "dog", "-rrb-", "runs"], ["x"]]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +231,25 @@ def test_all_captions_agree_with_the_jar(name: str, size: int, tmp_path: Path, r
     differences = compare(captions, tmp_path)
     print(f"{name}: {len(differences)} of {size} captions differ from the Stanford tokenizer")
     assert differences == []
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_character_of_the_basic_plane_agrees_with_the_jar(context: str, tmp_path: Path, real_java: None) -> None:
+    captions = [context.replace("{}", character) for character in PLANE]
+    theirs = stanford([line for caption in captions for line in (caption, "x")], tmp_path)
+    assert all(words == ["x"] for words in theirs[1::2])
+    pairs = zip(PLANE, captions, theirs[::2], strict=True)
+    differences = [
+        f"U+{ord(character):04X} {words}"
+        for character, caption, words in pairs
+        if digest([ptb.tokenize(caption, "x")]) != digest([words])
+    ]
+    print(f"{context}: {len(differences)} of {len(PLANE)} characters differ from the Stanford tokenizer")
+    assert differences == []
+    sample = set(SAMPLE)
+    sampled = [words for character, words in zip(PLANE, theirs[::2], strict=True) if character in sample]
+    assert digest(sampled) == CONTEXTS[context]
 
 
 @pytest.mark.parametrize("odd", ["\u00ad\u00ad", "\u0085"])
