@@ -18,7 +18,7 @@ from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.untrusted.documents import parse_json
+from raycap.pipeline.storage.untrusted.documents import GZIP_START, parse_json
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile, RowPlace
 
 LINE_ENDINGS = (".jsonl", ".ndjson")
@@ -76,7 +76,7 @@ def read_head(path: StoragePath) -> Head:
     """Looks at the beginning of a file that may be a table of text or JSON. Raises UserError if it cannot be read."""
     with opened(path) as file:
         data = file.read(MAX_HEAD_BYTES)
-    if path.name.endswith(".gz"):
+    if data.startswith(GZIP_START):
         with suppress(zlib.error):
             data = zlib.decompressobj(wbits=31).decompress(data, MAX_HEAD_BYTES)
     name = path.name.removesuffix(".gz")
