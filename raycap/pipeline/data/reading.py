@@ -353,15 +353,16 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
         raise UserError(f"{path}: {count} image ids of 'annotations' are not in 'images', first {shown(first)}")
 
 
-def read_text_files(source: Source, rows: Rows) -> Iterator[tuple[str, list[str]]]:
-    """Yields (name, captions) of each image in or below a folder, sorted by name. Raises UserError.
+def read_text_files(source: Source, place: StoragePath, rows: Rows) -> Iterator[tuple[str, list[str]]]:
+    """Yields (name, captions) of each image in or below the folder `place`, sorted by name. Raises UserError.
 
-    The captions of dog.jpg are the lines of dog.txt. An image without a text file has no captions. A text that is a
-    link out of the folder is not read, because a stranger's link may name any file.
+    The captions of dog.jpg are the lines of dog.txt, which is beside it, or in the same folder below
+    `source.annotations`. An image without a text file has no captions. A text that is a link out of the folder is not
+    read, because a stranger's link may name any file.
     """
     folder = source.annotations
     with errors_named(folder):
-        found = sorted(folder.names(rows.leave_out))
+        found = sorted({name for each in {place, folder} for name in each.names(rows.leave_out)})
     for name in found:
         if kind := unused_kind(name):
             rows.leave_out(kind, name)
@@ -392,16 +393,18 @@ def read_text_files(source: Source, rows: Rows) -> Iterator[tuple[str, list[str]
 def add_text_files(source: Source, _: None, rows: Rows) -> None:
     """Adds the images of a folder. An image's id is a hash of its name. Raises UserError if there is no image."""
     count = rows.count
-    for name, captions in read_text_files(source, rows):
-        location = str(source.annotations / name)
+    folder, folder_name = source.annotations, source.annotations_name
+    if source.images is not None and source.images_name not in ("", "."):  # the texts are in folders of their own
+        folder, folder_name = source.images, source.images_name
+    for name, captions in read_text_files(source, folder, rows):
+        location = str(folder / name)
         listed = name, name.rsplit("/", 1)[-1]
-        image_id, split = source.id_and_split({}, listed, prefix_of(source.annotations_name) + name, location)
+        image_id, split = source.id_and_split({}, listed, prefix_of(folder_name) + name, location)
         rows.add(image_id, split, location, as_texts(captions, location, rows), location)
     if rows.count == count:
-        folder = source.annotations
         if not folder.is_remote and not folder.path.exists():
             raise UserError(f"folder {folder} does not exist; data.annotations is relative to data.root")
-        raise UserError(f"folder {source.annotations} contains no image; give the folder that holds them")
+        raise UserError(f"folder {folder} contains no image; give the folder that holds them")
 
 
 class Format(NamedTuple):

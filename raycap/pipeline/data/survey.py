@@ -74,7 +74,10 @@ PARQUET_WITH_IMAGES = "Parquet with images"
 
 
 class Candidate(NamedTuple):
-    """Files that may be one data set. form: files, tars or text. files: annotation files, or images for text."""
+    """Files that may be one data set. form: files, tars, text or text apart.
+
+    files: annotation files, the images that have texts, or the folders of images and of texts.
+    """
 
     form: str
     files: tuple[str, ...]
@@ -98,8 +101,17 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
         for group in _groups([name for name in names if name.endswith(endings)]):
             yield Candidate("tars", group)
     texts = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
-    if images := tuple(name for name in names if is_image(name) and name.rpartition(".")[0] in texts):
-        yield Candidate("text", images)
+    images = tuple(name for name in names if is_image(name))
+    if paired := tuple(name for name in images if name.rpartition(".")[0] in texts):
+        yield Candidate("text", paired)
+    elif images and texts and _top(images) != _top(tuple(texts)):
+        yield Candidate("text apart", (_top(images), _top(tuple(texts))))
+
+
+def _top(names: Sequence[str]) -> str:
+    """The last folder that is above all of these files, "." if there is none."""
+    parents = {name.rpartition("/")[0] for name in names}
+    return (os.path.commonpath(parents) if all(parents) else "") or "."
 
 
 def _has_captions(path: StoragePath) -> bool:
@@ -121,6 +133,9 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
     """
     if candidate.form == "text":
         return "text beside images", _text_keys(candidate.files, names)
+    if candidate.form == "text apart":
+        images, texts = candidate.files
+        return "texts in folders like those of the images", {"format": "text", "annotations": texts, "images": images}
     keys = _sources(candidate.files, names)
     if candidate.form == "tars":
         return "WebDataset tars", keys
@@ -171,7 +186,7 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
     folder also has folders without any text, the folders with text are listed as sources instead.
     """
     parents = {name.rpartition("/")[0] for name in texts}
-    top = os.path.commonpath(parents) if all(parents) else ""
+    top = _top(texts).removeprefix(".")
     prefix = f"{top}/" if top else ""
     # The folders directly below `top` that have text. `top` itself is one if it has text.
     folders = sorted({top if parent == top else prefix + parent[len(prefix) :].partition("/")[0] for parent in parents})
@@ -254,9 +269,14 @@ def survey(place: str) -> Survey:
     failure: UserError | None = None
     for candidate in candidates:
         try:
-            return _read(root, candidate, names)
+            found = _read(root, candidate, names)
         except UserError as error:
             failure = failure or error
+            continue
+        others = {name for other in candidates if other.form in ("files", "tars") for name in other.files}
+        if unused := sorted(others.difference(candidate.files)):
+            found.left_out.append(f"{len(unused)} other annotation files are not used, first {shown(unused[0])}")
+        return found
     if failure is not None:
         raise failure
     raise UserError(
