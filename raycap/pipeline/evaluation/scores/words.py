@@ -184,7 +184,7 @@ _RANGES = {
     _HYPHEN: "58a 2010-2011",
     _SEPARATOR: "66b-66c",
     _WIDE_SPACE: "85",
-    _NARROW_SPACE: "1c-1f 202f 205f",
+    _NARROW_SPACE: "1c-1f 1680 202f 205f",
     " ": "a-d 2028-2029",  # the line separators
     _UNKNOWN: (
         "0-8 e-1b 7f 37f 482 528-52f 560 588 58d-58f 5ef 60d-613 61d 65f 7f9 7fd-7ff 816-819 81b-823 825-827 829-83e "
