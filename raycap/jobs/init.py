@@ -70,9 +70,10 @@ def _summary(found: Survey, language: Language, counts: Counts) -> dict[str, str
     numbers = sorted({len(texts) for texts in found.dataset.column("captions")})
     per_image = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     splits = Counter(found.dataset.split_sizes()).most_common()
+    by_folder = " (by folder)" if "split_by_folder" in found.keys else ""
     return {
         "found": f"{found.form}: {places}",
-        "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits),
+        "images": f"{len(found.dataset)}: " + ", ".join(f"{split} {count}" for split, count in splits) + by_folder,
         "captions": f"{counts.captions}, {per_image} per image, nearly all of at most {counts.words} words",
         "language": f"{language.code or 'unknown'} ({language.script.title()}), tokenizer {language.tokenizer}",
     }

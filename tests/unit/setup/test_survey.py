@@ -74,6 +74,26 @@ def test_folders_without_texts_are_left_out(tmp_path: Path, images: list[Caption
     assert found.left_out == ["1 images that no annotation names are not used, first logo/logo.png"]
 
 
+def test_texts_may_be_in_folders_like_those_of_the_images(tmp_path: Path, images: list[Captioned]) -> None:
+    write_texts(tmp_path / "all", images)
+    for text in [*(tmp_path / "all").glob("**/*.txt")]:
+        place = tmp_path / "captions" / text.relative_to(tmp_path / "all")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text.rename(place)
+    (tmp_path / "captions" / "further.txt").write_text("a text of no image")
+    found = survey(str(tmp_path))
+    assert found.keys.items() >= {"format": "text", "annotations": "captions", "images": "all"}.items()
+    expected = {str(tmp_path / "all" / image.name): list(image.captions) for image in images}
+    assert dict(zip(found.dataset.column("uri"), found.dataset.column("captions"), strict=True)) == expected
+    assert found.left_out == ["1 texts beside no image are not used, first further.txt"]
+
+
+def test_a_second_annotation_file_is_counted(tmp_path: Path, images: list[Captioned]) -> None:
+    FORMS["metadata.jsonl"](tmp_path, images)
+    (tmp_path / "zoo.csv").write_text(f"image,caption\n{images[0].name},a cat\n")
+    assert survey(str(tmp_path)).left_out == ["1 other annotation files are not used, first zoo.csv"]
+
+
 def test_a_folder_of_images_may_be_a_link_and_its_names_those_of_macos(tmp_path: Path, images: list[Captioned]) -> None:
     write_images(tmp_path / "disk", [image._replace(name=f"e\u0301{image.name}") for image in images])
     (tmp_path / "set").mkdir()
