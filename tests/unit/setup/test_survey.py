@@ -24,7 +24,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.forms import FORMS, Captioned, scenes, write_images
 
-SPLITS = [{"annotations": split, "split": split} for split in ("test", "train", "val")]
+SPLITS = ("test", "train", "val")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_other_images_do_not_dissolve_the_folders_of_splits(
     FORMS["text"](tmp_path / below, images)
     write_images(tmp_path / below / "logo", [images[0]._replace(name="logo.png")])
     found = survey(str(tmp_path))
-    sources = [source | {"annotations": f"{below}/{source['annotations']}".strip("/")} for source in SPLITS]
-    assert found.keys == {"format": "text", "sources": sources}
+    sources = [{"annotations": f"{below}/{split}".strip("/")} for split in SPLITS]
+    assert found.keys == {"format": "text", "sources": sources, "split_by_folder": True}
     assert len(found.dataset) == 60
 
 
