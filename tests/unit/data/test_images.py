@@ -166,17 +166,10 @@ def with_damaged_metadata(form: str) -> list[bytes]:
         return [one for mark in (b"IDAT", b"IEND") for one in inserted(plain, plain.index(mark) - 4, PNG_PARTS)]
     if form == "JPEG":
         return inserted(plain, 2, JPEG_PARTS)
-    if form == "WEBP":
-        return [encoded(example(), format=form, exif=b"nonsense", xmp=b"<", icc_profile=b"p")]
-    files = []
-    for compression in (None, "tiff_lzw"):  # read by Pillow and by libtiff
-        data = encoded(example(), format=form, description=20 * "d", compression=compression)
-        entry = data.index(struct.pack("<HHI", 270, 2, 21))
-        files.append(data[: entry + 8] + b"\xff\xff\xff\x7f" + data[entry + 12 :])  # behind the end of the file
-    return files
+    return [encoded(example(), format=form, exif=b"nonsense", xmp=b"<", icc_profile=b"p")]
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
 def test_damaged_metadata_hide_no_pixels(form: str) -> None:
     if form in CODECS and not features.check(CODECS[form]):
         pytest.skip(f"this Pillow has no {form}")
