@@ -126,13 +126,10 @@ def test_every_split_of_a_table_is_used(tmp_path: Path, images: list[Captioned])
     assert keys == {"annotations": "t.csv", "val_split": "dev", "test_splits": ["eval", "extra"]}
 
 
-TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]
-
-
 def write(folder: Path, names: list[str]) -> StoragePath:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(TABLE)
+        (folder / name).write_bytes(b"image,caption\n")
     return storage_path(folder)
 
 
@@ -255,13 +252,6 @@ def test_annotations_that_people_have_are_one_data_set(tmp_path: Path, form: str
     }
     splits = [Splits({}, found.keys["split_fractions"], 0).drawn(f"photos/{name}") for name in NAMES]
     assert read.column("split") == splits
-
-
-def test_splits_in_the_names_of_coco_files(tmp_path: Path) -> None:
-    parts = {"train": NAMES[:30], "val": NAMES[30:35], "test": NAMES[35:]}
-    write_photographs(tmp_path, {f"{split}_data.json": coco(names) for split, names in parts.items()})
-    found = survey(str(tmp_path))
-    assert found.dataset.split_sizes() == {split: len(names) for split, names in parts.items()}
 
 
 def test_of_flickr8k_the_raw_captions_are_read(tmp_path: Path) -> None:
