@@ -13,7 +13,7 @@ from raycap.pipeline.data.formats.source import MAX_CAPTION
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.untrusted.documents import GZIP_START, gunzip, kind_of, parse_json, read_document
+from raycap.pipeline.storage.untrusted.documents import gunzip, kind_of, parse_json, read_document
 
 N_BEST = "n-best-{}.jsonl"  # file with several captions per image; {} is the split
 
@@ -26,7 +26,7 @@ def read_json(path: Path) -> Any:
         data = read_document(path)
     except OSError as error:
         raise UserError(f"file {path} cannot be read: {error}") from error
-    return parse_json(gunzip(data, str(path)) if data.startswith(GZIP_START) else data, str(path))
+    return parse_json(gunzip(data, str(path)), str(path))
 
 
 def write_predictions(path: StoragePath | Path, captions: Mapping[ImageId, str]) -> None:
@@ -45,7 +45,7 @@ def read_predictions(path: Path) -> dict[ImageId, str]:
     rows = []
     for number, row in enumerate(data):
         location = f"{path}: entry {number}"
-        rows.append((_id(row, "image_id", location), _caption(row, "caption", location)))
+        rows.append((_id(row, location), _caption(row, location)))
     counts = Counter(image for image, _ in rows)
     repeated = [image for image, count in counts.items() if count > 1]
     if repeated:
@@ -72,29 +72,29 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
             continue
         location = f"{path}: line {number}"
         row = parse_json(line, location)
-        image = _id(row, "image_id", location)
+        image = _id(row, location)
         if image in captions:
             raise UserError(f"{location} repeats image_id {quoted(image)}; every image must have one line")
         ranked = row.get("n_best")
         if not isinstance(ranked, list):
             raise UserError(f"{location} has no list n_best; give captions as `raycap evaluate` writes them")
-        captions[image] = [_caption(entry, "caption", location) for entry in ranked]
+        captions[image] = [_caption(entry, location) for entry in ranked]
     return captions
 
 
-def _id(row: object, key: str, location: str) -> ImageId:
-    """row[key], an integer or text. location: names the row in errors. Raises UserError for any other value or row."""
-    value = row.get(key) if isinstance(row, dict) else None
+def _id(row: object, location: str) -> ImageId:
+    """row["image_id"], an integer or text. location: names the row in errors. Raises UserError for any other row."""
+    value = row.get("image_id") if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise UserError(f"{location} has no {key} that is a number or text: found {quoted(row)}")
+        raise UserError(f"{location} has no image_id that is a number or text: found {quoted(row)}")
     return value
 
 
-def _caption(row: object, key: str, location: str) -> str:
-    """row[key], a text of at most MAX_CAPTION characters. Raises UserError for any other value or row."""
-    caption = row.get(key) if isinstance(row, dict) else None
+def _caption(row: object, location: str) -> str:
+    """row["caption"], a text of at most MAX_CAPTION characters. Raises UserError for any other value or row."""
+    caption = row.get("caption") if isinstance(row, dict) else None
     if not isinstance(caption, str):
-        raise UserError(f"{location} has no {key} that is text: found {quoted(row)}")
+        raise UserError(f"{location} has no caption that is text: found {quoted(row)}")
     if len(caption) > MAX_CAPTION:
-        raise UserError(f"{location} has a {key} of {len(caption)} characters; the limit is {MAX_CAPTION}")
+        raise UserError(f"{location} has a caption of {len(caption)} characters; the limit is {MAX_CAPTION}")
     return caption

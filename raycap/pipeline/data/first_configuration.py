@@ -110,7 +110,7 @@ def detect_language(captions: Iterable[str]) -> Language:
         words.update(caption.lower().split())
     scripts: Counter[str] = Counter()
     for letter, count in letters.items():
-        scripts[_script_of(letter)] += count
+        scripts[unicodedata.name(letter, "UNKNOWN").split()[0].split("-")[0]] += count  # such as LATIN or CJK
     script = scripts.most_common(1)[0][0] if scripts else "UNKNOWN"
     if scripts["HIRAGANA"] + scripts["KATAKANA"] > MIN_SHARE * scripts.total():
         script = "HIRAGANA"
@@ -118,11 +118,6 @@ def detect_language(captions: Iterable[str]) -> Language:
     if code == "en":
         return Language(script, code, "expansionnet")
     return Language(script, code, "characters" if code in WITHOUT_BLANKS else "unicode")
-
-
-def _script_of(letter: str) -> str:
-    """The first word of the letter's name in Unicode, such as LATIN or CJK."""
-    return unicodedata.name(letter, "UNKNOWN").split()[0].split("-")[0]
 
 
 def _latin_language(words: Counter[str]) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, is_image, matching
+from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, is_hidden, is_image, matching
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
@@ -55,8 +55,7 @@ def _find_local(place: StoragePath, argument: str, rows: Rows) -> list[str]:
     if path.is_file():
         return [argument]
     if glob.has_magic(argument):
-        names = glob.glob(argument, recursive=True)  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        return [name for name in sorted(names) if Path(name).is_file()]
+        return matching(StoragePath("."), argument)
     raise UserError(f"{argument}: no such file or folder")
 
 
@@ -75,9 +74,9 @@ def _find_remote(place: StoragePath, argument: str, rows: Rows) -> list[str]:
 def _find_below(folder: StoragePath, rows: Rows) -> list[str]:
     """The relative names of the images below a folder, sorted by their parts. `rows` counts what is left out."""
     names = sorted(folder.names(rows.leave_out), key=lambda name: name.split("/"))
-    images = [name for name in names if is_image(name) and "/." not in f"/{name}"]
+    images = [name for name in names if is_image(name) and not is_hidden(name)]
     for name in sorted({*names} - {*images}):
-        rows.leave_out("hidden files" if "/." in f"/{name}" else "files without the ending of an image", name)
+        rows.leave_out("hidden files" if is_hidden(name) else "files without the ending of an image", name)
     return images
 
 

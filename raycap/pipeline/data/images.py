@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -70,8 +70,6 @@ SCAN, MAX_SCANS, BYTES_PER_FURTHER_SCAN = b"\xff\xda", 100, 10_000
 MAX_PPM_HEADER = 2**16  # bytes, because Pillow reads the comments of a header byte by byte, at 1 MB per second
 PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"  # the first bytes of such files
 PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")  # of a PNG file
-TIFF_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\0": "little", b"MM\0*": "big"}
-TIFF_TEXTS = (269, 270, 271, 272, 285, 305, 306, 315, 316)  # tags below 700; the higher ones are metadata as well
 
 
 class BadImage(Exception):
@@ -263,12 +261,10 @@ def _load(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _without_metadata(data: bytes) -> bytes:
-    """A PNG, JPEG or TIFF file without colour profile, texts and other metadata that pixels do not need.
+    """A PNG or JPEG file without colour profile, texts and other metadata that pixels do not need.
 
-    EXIF data of PNG and JPEG files are kept for the orientation. Bytes of another format are returned as they are.
+    EXIF data are kept for the orientation. Bytes of another format are returned as they are.
     """
-    if data[:4] in TIFF_ORDERS:
-        return _tiff_without_metadata(data)
     form = next((form for form in (PNG, JPEG) if data.startswith(form)), data)
     parts, end = [form], len(form)
     while end < len(data):
@@ -286,18 +282,6 @@ def _without_metadata(data: bytes) -> bytes:
         if is_kept:
             parts.append(data[start:end])
     return b"".join(parts)
-
-
-def _tiff_without_metadata(data: bytes) -> bytes:
-    """A TIFF file in which the entries of metadata have the type 0, which readers skip."""
-    order, changed = TIFF_ORDERS[data[:4]], bytearray(data)
-    first = int.from_bytes(data[4:8], order)
-    count = int.from_bytes(data[first : first + 2], order)
-    for start in range(first + 2, first + 2 + 12 * count, 12):
-        tag = int.from_bytes(data[start : start + 2], order)
-        if tag in TIFF_TEXTS or tag >= 700:
-            changed[start + 2 : start + 4] = bytes(2)
-    return bytes(changed)
 
 
 def _require_size(image: Image.Image, max_pixels: int) -> None:

@@ -49,7 +49,7 @@ from raycap.pipeline.data.formats.source import (
     unused_kind,
 )
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, read_head, table_entries
-from raycap.pipeline.data.formats.webdataset import add_samples, read_samples
+from raycap.pipeline.data.formats.webdataset import TAR_ENDINGS, add_samples, read_samples
 from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
@@ -398,8 +398,7 @@ def add_text_files(source: Source, _: None, rows: Rows) -> None:
         folder, folder_name = source.images, source.images_name
     for name, captions in read_text_files(source, folder, rows):
         location = str(folder / name)
-        listed = name, name.rsplit("/", 1)[-1]
-        image_id, split = source.id_and_split({}, listed, prefix_of(folder_name) + name, location)
+        image_id, split = source.id_and_split({}, name, prefix_of(folder_name) + name, location)
         rows.add(image_id, split, location, as_texts(captions, location, rows), location)
     if rows.count == count:
         if not folder.is_remote and not folder.path.exists():
@@ -444,10 +443,9 @@ def read_sources(sources: Sequence[Source], name: str, rows: Rows) -> None:
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(sources), _NUM_THREADS):
             part = sources[start : start + _NUM_THREADS]
-            forms = {_form_by_name(source) if name == "auto" else name for source in part}
-            opened: Iterator[tuple[str, Any]] = map(partial(_open, name), part)
-            if forms == {"webdataset"}:  # opened in parallel, because reading headers from S3 takes many requests
-                opened = pool.map(partial(_open, name), part)
+            are_tars = all(_form_by_name(name, source) == "webdataset" for source in part)
+            # Tars are opened in parallel, because reading headers from S3 takes many requests.
+            opened = (pool.map if are_tars else map)(partial(_open, name), part)
             for source in part:
                 form, data = next(opened)  # zip would keep the data
                 rows.file = source.annotations_name
@@ -460,7 +458,7 @@ def _open(name: str, source: Source) -> tuple[str, Any]:
 
     name: the configured format, or "auto". Raises UserError if the format is unknown, or lacks tokens that are needed.
     """
-    form = _form_by_name(source) if name == "auto" else name
+    form = _form_by_name(name, source)
     if form is None and read_head(source.annotations).is_table:
         form = "table"
     data = FORMATS[form or "coco"].open(source)
@@ -479,12 +477,14 @@ def _open(name: str, source: Source) -> tuple[str, Any]:
     return form, data
 
 
-def _form_by_name(source: Source) -> str | None:
-    """The format of an annotation file by its name. None if only its content shows the format, as with JSON."""
+def _form_by_name(form: str, source: Source) -> str | None:
+    """The configured format, or with "auto" the format by the file's name. None if only the content shows it."""
+    if form != "auto":
+        return form
     path, name = source.annotations, source.annotations_name
     if path.name.removesuffix(".gz").endswith(TABLE_ENDINGS):
         return "table"
-    if path.name.endswith((".tar", ".tar.gz", ".tgz")):
+    if path.name.endswith(TAR_ENDINGS):
         return "webdataset"
     is_folder = name in ("", ".") or name.endswith("/") or (not path.is_remote and path.path.is_dir())
     return "text" if is_folder else None

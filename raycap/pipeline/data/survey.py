@@ -27,12 +27,14 @@ from raycap.pipeline.data.formats.source import (
     Source,
     columns_named,
     find_files,
+    is_hidden,
     is_image,
     matches,
     opened,
     split_in_name,
 )
 from raycap.pipeline.data.formats.table import MIXED_ENDINGS, TABLE_ENDINGS, read_head
+from raycap.pipeline.data.formats.webdataset import TAR_ENDINGS
 from raycap.pipeline.data.reading import Annotations, read_annotations, read_sources
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, plain_name, quoted, shorten, shown
@@ -44,24 +46,14 @@ logger = logging.getLogger(__name__)
 MAX_SOURCES = 50  # annotation files that are listed one by one
 MAX_GROUPS = 20  # groups of annotation files with the same ending that are tried
 _USUAL = re.compile(r"(?:^|/)(?:dataset|caption|annotation|nocaps|image_info)[^/]*$")  # tried first
-TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 # names of columns that are tried after those of `pipeline.data.formats.source.COLUMNS`
 OTHER_COLUMNS = {
     "image": (
-        "img",
-        "jpg",
-        "png",
-        "filename",
-        "filepath",
-        "file",
-        "path",
-        "image_path",
-        "image_name",
-        "image_file",
+        "img", "jpg", "png", "filename", "filepath", "file", "path", "image_path", "image_name", "image_file",
         "image_id",
     ),
     "captions": ("sentences", "sentence", "description", "title", "comment", "alt_text", "alt", "prompt", "txt", "raw"),
-}
+}  # fmt: skip
 MAX_LISTED = 2_000_000  # files of a folder that are looked at
 MAX_FOLDERS = 20  # folders that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in each of these folders
@@ -70,11 +62,11 @@ FRACTIONS = ({"train": 0.8, "val": 0.1, "test": 0.1}, {"train": 0.6, "val": 0.2,
 WITHOUT_TEST = ({"train": 0.9, "val": 0.1}, {"train": 0.7, "val": 0.3})  # if some images are for test
 NUM_SEEDS, MIN_DIVISIBLE = 20, 100  # seeds that are tried for fewer images than this
 MIN_HELD_OUT = 2  # images of a split that is scored, because the least for CIDEr-D are two
-PARQUET_WITH_IMAGES = "Parquet with images"
+PARQUET_WITH_IMAGES, TARS = "Parquet with images", "WebDataset tars"
 
 
 class Candidate(NamedTuple):
-    """Files that may be one data set. form: files, tars, text or text apart.
+    """Files that may be one data set. form: files, text or text apart.
 
     files: annotation files, the images that have texts, or the folders of images and of texts.
     """
@@ -85,8 +77,10 @@ class Candidate(NamedTuple):
 
 def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candidate]:
     """The candidates among the files below `root`, the likeliest first."""
-    stems = {name.rpartition(".")[0] for name in names if is_image(name)}
-    for ending in (".arrow", ".json", *TABLE_ENDINGS):
+    images = tuple(filter(is_image, names))
+    stems = {name.rpartition(".")[0] for name in images}
+    # Of tars, compressed ones are for the reader's error, which names the remedy.
+    for ending in (".arrow", ".json", *TABLE_ENDINGS, ".tar", ".tgz"):
         is_mixed = ending in MIXED_ENDINGS
         files = [name for name in names if name.removesuffix(".gz").endswith(ending)]
         files = [name for name in files if not (is_mixed and name.rpartition(".")[0] in stems)]
@@ -97,11 +91,7 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
                 yield Candidate("files", found if len(group) <= MAX_SOURCES else group)
             if is_mixed and len(found) > 1:  # Flickr8k has two; the one with the shorter name has the raw captions
                 yield from (Candidate("files", (name,)) for name in sorted(found, key=len))
-    for endings in ((".tar",), (".tar.gz", ".tgz")):  # compressed ones for the reader's error, which names the remedy
-        for group in _groups([name for name in names if name.endswith(endings)]):
-            yield Candidate("tars", group)
     texts = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
-    images = tuple(name for name in names if is_image(name))
     if paired := tuple(name for name in images if name.rpartition(".")[0] in texts):
         yield Candidate("text", paired)
     elif images and texts and _top(images) != _top(tuple(texts)):
@@ -136,10 +126,9 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
     if candidate.form == "text apart":
         images, texts = candidate.files
         return "texts in folders like those of the images", {"format": "text", "annotations": texts, "images": images}
-    keys = _sources(candidate.files, names)
-    if candidate.form == "tars":
-        return "WebDataset tars", keys
-    first = root / candidate.files[0]
+    keys, first = _sources(candidate.files, names), root / candidate.files[0]
+    if first.name.endswith(TAR_ENDINGS):
+        return TARS, keys
     binary: list[str] = []  # columns that contain images
     if first.name.endswith(".parquet"):
         with opened(first) as file:
@@ -182,19 +171,14 @@ def _groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
     """The keys for images with text files beside them. texts: these images. names: all files.
 
-    If the folders have the names of splits, each folder is a source. Otherwise the folder above them is read. If that
-    folder also has folders without any text, the folders with text are listed as sources instead.
+    The folder above them is read. If it also has folders without any text, the folders with text are sources instead.
     """
     parents = {name.rpartition("/")[0] for name in texts}
     top = _top(texts).removeprefix(".")
     prefix = f"{top}/" if top else ""
     # The folders directly below `top` that have text. `top` itself is one if it has text.
     folders = sorted({top if parent == top else prefix + parent[len(prefix) :].partition("/")[0] for parent in parents})
-    splits = [split_in_name(folder) for folder in folders]
     keys: Values = {"format": "text"}  # `auto` would not recognize a folder on S3
-    if all(splits) and (len(set(splits)) > 1 or folders == [top]):
-        pairs = zip(folders, splits, strict=True)
-        return keys | {"sources": [{"annotations": folder, "split": split} for folder, split in pairs]}
     with_text = tuple(f"{folder}/" for folder in folders)
     has_others = any(is_image(name) and name.startswith(prefix) and not name.startswith(with_text) for name in names)
     if has_others and top not in folders and len(folders) <= MAX_SOURCES:
@@ -208,8 +192,8 @@ def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
     for name in files:
         by_split.setdefault(split_in_name(name), []).append(name)
     if len(files) == 1 or None in by_split:
-        patterns = [{"annotations": pattern} for pattern in _patterns(files, names)]
-        return dict(patterns[0]) if len(patterns) == 1 else {"sources": patterns}
+        sources = [{"annotations": pattern} for pattern in _patterns(files, names)]
+        return sources[0] if len(sources) == 1 else {"sources": sources}
     groups = [(split, pattern) for split, group in by_split.items() for pattern in _patterns(group, names)]
     return {"sources": [{"annotations": pattern, "split": split} for split, pattern in groups]}
 
@@ -261,11 +245,11 @@ def survey(place: str) -> Survey:
         listed = sorted(islice(root.names(), MAX_LISTED))
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
-    names = [name for name in listed if "/." not in f"/{name}"]  # without hidden files
+    names = [name for name in listed if not is_hidden(name)]
     chosen = [path.name] if is_file else names
     candidates = find_candidates(root, chosen)
     if is_file and not is_image(path.name):  # it is the only candidate, but files beside it may be its images
-        candidates = iter([Candidate("tars" if path.name.endswith(TAR_ENDINGS) else "files", (path.name,))])
+        candidates = iter([Candidate("files", (path.name,))])
     failure: UserError | None = None
     for candidate in candidates:
         try:
@@ -273,7 +257,7 @@ def survey(place: str) -> Survey:
         except UserError as error:
             failure = failure or error
             continue
-        others = {name for other in candidates if other.form in ("files", "tars") for name in other.files}
+        others = {name for other in candidates if other.form == "files" for name in other.files}
         if unused := sorted(others.difference(candidate.files)):
             found.left_out.append(f"{len(unused)} other annotation files are not used, first {shown(unused[0])}")
         return found
@@ -288,7 +272,7 @@ def survey(place: str) -> Survey:
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
     """Reads a candidate, and divides it into the splits that training needs. Raises UserError if it is no data set."""
     form, keys = read_names(root, candidate, names)
-    if candidate.form == "files" and form != PARQUET_WITH_IMAGES:  # they name image files
+    if candidate.form == "files" and form not in (PARQUET_WITH_IMAGES, TARS):  # they name image files
         keys = _with_images_folder(root, keys, names)
     dataset, problems, _ = _rows(root, keys)
     if problems:

@@ -96,18 +96,12 @@ def extract_features(
     if not config.has_backbone:
         return Extracted(*import_regions(dataset, config))
     assert weights is not None
-    rows, extractor = with_views(dataset, config), _extractor(config, weights, start_ray, transform)
-    return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
-
-
-def _extractor(
-    config: RunConfig, weights: Path, start_ray: StartRay, transform: ImageTransform | None = None
-) -> Extractor:
-    """The extractor of a configuration with a backbone. The arguments are those of `extract_features`."""
     backbone = replace(config.backbone, weights="none")
     dtype = extraction_precision(backbone, config.features, config.storage_place / "precision", start_ray)
     settings = config.features.model_copy(update={"compute_dtype": dtype})
-    return Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options, transform)
+    extractor = Extractor(backbone, weights, settings, config.data.max_pixels, config.storage.options, transform)
+    rows = with_views(dataset, config)
+    return Extracted(*extract(rows, config.storage_place / "features", extractor, start_ray, unreadable))
 
 
 def with_views(dataset: Dataset, config: RunConfig) -> Dataset:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.data.dataset import Dataset
@@ -86,7 +85,10 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     Returns the store's folder, and {content key: reason} of images without usable features. Raises UserError if the
     file is missing or not HDF5, widths differ, boxes are missing, or regions are too many. Needs memory for one shard.
     """
-    settings, description = config.features, describe_regions(config)
+    settings = config.features
+    # Everything that changes stored features. The store's name is a hash of this.
+    description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
+    description |= {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
     folder = config.storage_place / "features" / feature_key(description)
     remove_orphans(folder)
     keys = dataset.table["key"]
@@ -106,13 +108,6 @@ def import_regions(dataset: Dataset, config: RunConfig) -> tuple[StoragePath, di
     write_quarantine(folder, dataset, unusable, {})
     mark_complete(folder, description, len(FeatureStore(folder)))
     return folder, unusable
-
-
-def describe_regions(config: RunConfig) -> Values:
-    """Everything that changes stored features: the file, and how it is read. The store's name is a hash of this."""
-    settings = config.features
-    description = {"source": "hdf5", "file": ends_digest(region_file(config)), "regions": settings.max_regions}
-    return description | {"stored": settings.stored_dtype, "cut": settings.truncate_regions}
 
 
 def region_file(config: RunConfig) -> Path:

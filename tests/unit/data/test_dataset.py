@@ -55,10 +55,8 @@ def test_karpathy_is_read_with_restval_as_training(tmp_path: Path) -> None:
         (lambda data: data["images"][0].pop("sentences"), r"images\[0\] is malformed"),
         (lambda data: data["images"][1].update(cocoid=100), "repeats the image id 100"),
         (lambda data: data["images"][0].update(sentences=[{"raw": " . "}]), "no caption with a word"),
-        (lambda data: data["images"][0].update(sentences=[{"raw": 7}]), r"images\[0\] is malformed"),
         (lambda data: data["images"][0].update(sentences=[{"raw": "\ud800"}]), r"images\[0\] is malformed"),
         (lambda data: data["images"][0].update(filename="a\0b"), r"images\[0\] is malformed"),
-        (lambda data: data["images"][0].update(cocoid=True), r"images\[0\]: the id True is neither"),
         (lambda data: data.update(images=[]), "not empty"),
     ],
 )
@@ -119,15 +117,10 @@ def test_missing_folders_and_empty_splits_are_named(tmp_path: Path) -> None:
     root = write_karpathy(tmp_path / "set", {"train": 2, "val": 1})
     with pytest.raises(UserError, match=r"data.test_splits \(test\).*splits train, val"):
         read_dataset(section(root), root)
-    with pytest.raises(UserError, match="other.json does not exist"):
-        read_dataset(section(root, annotations="other.json"), root)
     with pytest.raises(UserError, match="data.images"):
         read_dataset(section(root, images="nowhere"), root)
     with pytest.raises(UserError, match="data.root"):
         read_dataset(section(tmp_path / "nowhere"), tmp_path / "nowhere")
-    (root / "dataset.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
-        read_dataset(section(root), root)
 
 
 def test_vocabulary_is_sorted_with_its_specials(tmp_path: Path) -> None:

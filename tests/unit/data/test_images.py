@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -93,35 +92,6 @@ def test_an_image_in_postscript_starts_no_interpreter(tmp_path: Path, monkeypatc
     assert called.exists(), "the stand-in was not on the PATH"
 
 
-def test_damaged_files_give_an_image_or_a_reason() -> None:
-    """Seeded changes of single bits, bytes, runs of bytes and the length of small files of each format."""
-    random_source, num_bad = random.Random(0), 0
-    for name, whole in files():
-        for _ in range(25):
-            data = bytearray(whole)
-            for _ in range(random_source.choice((1, 1, 3, 20))):
-                if not data:
-                    break
-                start = random_source.randrange(min(len(data), random_source.choice((64, len(data)))))
-                match random_source.randrange(4):
-                    case 0:
-                        data[start] ^= 1 << random_source.randrange(8)
-                    case 1:
-                        data[start] = random_source.choice((0, 1, 127, 128, 255))
-                    case 2:
-                        data[start : start + 4] = random_source.randbytes(random_source.randrange(8))
-                    case 3 if start:
-                        del data[start + random_source.randrange(40) :]
-            try:
-                image = decode_image(bytes(data), 10_000)
-            except BadImage as error:
-                num_bad += 1
-                assert str(error).isprintable() and len(str(error)) < 300, name
-                continue
-            assert image.mode == "RGB" and image.width * image.height <= 10_000, name
-    assert num_bad > 100
-
-
 def chunk(kind: bytes, data: bytes, crc: int = 0) -> bytes:
     """A chunk of a PNG file. crc: bits of the check sum that are wrong."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data) ^ crc)
@@ -166,17 +136,10 @@ def with_damaged_metadata(form: str) -> list[bytes]:
         return [one for mark in (b"IDAT", b"IEND") for one in inserted(plain, plain.index(mark) - 4, PNG_PARTS)]
     if form == "JPEG":
         return inserted(plain, 2, JPEG_PARTS)
-    if form == "WEBP":
-        return [encoded(example(), format=form, exif=b"nonsense", xmp=b"<", icc_profile=b"p")]
-    files = []
-    for compression in (None, "tiff_lzw"):  # read by Pillow and by libtiff
-        data = encoded(example(), format=form, description=20 * "d", compression=compression)
-        entry = data.index(struct.pack("<HHI", 270, 2, 21))
-        files.append(data[: entry + 8] + b"\xff\xff\xff\x7f" + data[entry + 12 :])  # behind the end of the file
-    return files
+    return [encoded(example(), format=form, exif=b"nonsense", xmp=b"<", icc_profile=b"p")]
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
 def test_damaged_metadata_hide_no_pixels(form: str) -> None:
     if form in CODECS and not features.check(CODECS[form]):
         pytest.skip(f"this Pillow has no {form}")

@@ -10,7 +10,6 @@ import pytest
 from raycap.jobs.cli import main
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.data.reading import find_data
-from raycap.pipeline.data.survey import survey
 from tests.support.forms import FORMS, Captioned, scenes, write_images, write_tars
 
 
@@ -93,20 +92,6 @@ def test_names_stay_text(tmp_path: Path, images: list[Captioned], name: str) -> 
     assert config.name == (name if name.isalnum() else config.name)
 
 
-def test_images_without_splits_are_divided(tmp_path: Path, images: list[Captioned]) -> None:
-    write_images(tmp_path / "set" / "photos", images)
-    rows = [{"img": image.name, "description": image.captions[0]} for image in images]
-    (tmp_path / "set" / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = survey(str(tmp_path / "set"))
-    assert found.keys == {
-        "annotations": "all.jsonl",
-        "columns": {"image": "img", "captions": "description"},
-        "images": "photos",
-        "split_fractions": {"train": 0.8, "val": 0.1, "test": 0.1},
-    }
-    assert set(found.dataset.column("split")) == {"train", "val", "test"}
-
-
 @pytest.mark.parametrize("count", [20, 30, 40])
 def test_few_images_are_divided_so_that_check_accepts_them(
     tmp_path: Path, images: list[Captioned], count: int, capsys: pytest.CaptureFixture[str]
@@ -125,7 +110,6 @@ def test_few_images_are_divided_so_that_check_accepts_them(
     [
         ({}, "has 0 images and no captions"),
         ({"a.jpg": b"x", "b/c.png": b"x"}, "has 2 images and no captions; add an annotation file"),
-        ({"dataset.json": b"{"}, "is not valid JSON"),
         ({"part.parquet": b"x" * 600}, "is not a readable Parquet file"),
         ({"a.csv": b"image,caption\nx.jpg,a cat\n"}, "names images such as x.jpg, which are not below"),
         ({"a.csv": b"image,caption\nx.jpg,\n", "x.jpg": b"x"}, "x.jpg; add some, or set data.columns.captions"),

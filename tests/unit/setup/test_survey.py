@@ -24,7 +24,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.forms import FORMS, Captioned, scenes, write_images
 
-SPLITS = [{"annotations": split, "split": split} for split in ("test", "train", "val")]
+SPLITS = ("test", "train", "val")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_other_images_do_not_dissolve_the_folders_of_splits(
     FORMS["text"](tmp_path / below, images)
     write_images(tmp_path / below / "logo", [images[0]._replace(name="logo.png")])
     found = survey(str(tmp_path))
-    sources = [source | {"annotations": f"{below}/{source['annotations']}".strip("/")} for source in SPLITS]
-    assert found.keys == {"format": "text", "sources": sources}
+    sources = [{"annotations": f"{below}/{split}".strip("/")} for split in SPLITS]
+    assert found.keys == {"format": "text", "sources": sources, "split_by_folder": True}
     assert len(found.dataset) == 60
 
 
@@ -146,13 +146,10 @@ def test_every_split_of_a_table_is_used(tmp_path: Path, images: list[Captioned])
     assert keys == {"annotations": "t.csv", "val_split": "dev", "test_splits": ["eval", "extra"]}
 
 
-TABLE, PARTS = b"image,caption\n", ["part1/metadata.csv", "part2/metadata.csv"]
-
-
 def write(folder: Path, names: list[str]) -> StoragePath:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(TABLE)
+        (folder / name).write_bytes(b"image,caption\n")
     return storage_path(folder)
 
 
@@ -275,13 +272,6 @@ def test_annotations_that_people_have_are_one_data_set(tmp_path: Path, form: str
     }
     splits = [Splits({}, found.keys["split_fractions"], 0).drawn(f"photos/{name}") for name in NAMES]
     assert read.column("split") == splits
-
-
-def test_splits_in_the_names_of_coco_files(tmp_path: Path) -> None:
-    parts = {"train": NAMES[:30], "val": NAMES[30:35], "test": NAMES[35:]}
-    write_photographs(tmp_path, {f"{split}_data.json": coco(names) for split, names in parts.items()})
-    found = survey(str(tmp_path))
-    assert found.dataset.split_sizes() == {split: len(names) for split, names in parts.items()}
 
 
 def test_of_flickr8k_the_raw_captions_are_read(tmp_path: Path) -> None:

@@ -45,13 +45,10 @@ def parquet(**columns: Any) -> bytes:
     ("name", "content", "reason"),
     [
         ("a.json", KARPATHY.replace('"cocoid": 1', '"cocoid": 1e999'), r"images\[0\]: the id inf is neither"),
-        ("a.json", KARPATHY.replace('"cocoid": 1', '"cocoid": Infinity'), r"images\[0\]: the id inf is neither"),
-        ("a.json", COCO.replace('"id": 1', '"id": -1e999'), r"images\[0\]: the id -inf is neither"),
         ("a.json", COCO.replace('"image_id": 1', '"image_id": 1e999'), r"annotations\[0\]: the id inf is neither"),
         ("a.json", COCO.replace('"image_id": 1', f'"image_id": {"9" * 4000}'), "not in 'images', first"),
         ("a.json", COCO.replace('"a.png"', DEEP), "is not valid JSON.*nested too deeply"),
         ("a.json", COCO.replace('"a.png"', NESTED), r"images\[0\] is malformed"),
-        ("a.json", DEEP, "is not valid JSON.*nested too deeply"),
         ("a.json", COCO.replace('"a.png"', '"' + "../" * 9_000 + '"'), "is outside of"),
         ("a.jsonl", LINE.replace('"id": 1', '"id": 1e999'), "row 1: the id inf is neither"),
         ("a.jsonl", LINE.replace('"id": 1', '"id": ' + NESTED), "row 1: the id .* is neither"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import random
 import tarfile
 import tracemalloc
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,7 +66,6 @@ BIG = 2**62
         (b"\x1f\x8b" + bytes(1000), "unpack it to a plain tar"),
         (b"x" * 600, "not a whole tar archive"),
         (packed(("a.jpg", b"1"))[:700] + b"y" * 1000, "damaged at byte"),
-        (b"x" * 100, "not a whole tar archive"),
     ],
 )
 def test_hostile_archives_are_refused(data: bytes, message: str) -> None:
@@ -98,20 +95,6 @@ def test_headers_in_a_sparse_terabyte_are_read_without_the_contents(tmp_path: Pa
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert [member.length for member in found] == [size] * 4
-
-
-def test_damaged_archives_end_in_a_sentence_or_in_what_tarfile_finds() -> None:
-    random_ = random.Random(1)
-    whole = packed(*((f"{'n' * random_.choice((1, 120))}{n}.jpg", bytes(n)) for n in range(6)), comment="x" * 50)
-    found = 0
-    for _ in range(500):
-        data = bytearray(whole)
-        for _ in range(random_.choice((1, 1, 3))):
-            data[random_.randrange(len(data))] = random_.randrange(256)
-        with suppress(UserError):
-            assert all(0 <= start <= start + length <= len(data) for _, start, length in members(bytes(data)))
-            found += 1
-    assert 0 < found < 500
 
 
 @pytest.mark.parametrize(

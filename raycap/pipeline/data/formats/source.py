@@ -17,7 +17,6 @@ import os
 import re
 import unicodedata
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import plain_name, printable, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.storage.untrusted.documents import GZIP_START, gunzip, parse_json
+from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 
 # {column: the names that it may have if `data.columns` gives none}. The first name that an entry has is used.
 COLUMNS = {
@@ -191,7 +190,7 @@ def read_file(path: StoragePath) -> bytes:
     """The content of an annotation file, decompressed if it is a gzip file. Raises UserError."""
     with errors_named(path):
         data = path.read_bytes(MAX_ANNOTATION_BYTES)
-    return gunzip(data, f"annotation file {path}") if data.startswith(GZIP_START) else data
+    return gunzip(data, f"annotation file {path}")
 
 
 @contextmanager
@@ -352,21 +351,21 @@ class Source:
         return Identity(id_of_name(f"{self.annotations_name} {text}"), text)
 
     def id_and_split(
-        self, entry: Mapping[str, object], listed: tuple[str, ...], name: str, location: str
+        self, entry: Mapping[str, object], own_name: str, name: str, location: str
     ) -> tuple[Identity, str]:
         """The id and split of an image.
 
-        The split is the first that is given by: the lists, the entry, the source, a hash of the name. listed: names by
-        which the lists may contain the image, beginning with its name in the file, which stands for a missing id. name:
-        in the data set. Raises UserError for values of a wrong type.
+        The split is the first that is given by: the lists, the entry, the source, a hash of the name. own_name: the
+        image's name in the file, which stands for a missing id. name: in the data set. Raises UserError for values of a
+        wrong type.
         """
         identifier = self.value(entry, "id", location)
         if identifier in (None, ""):
-            names = listed
-            image_id = Identity(id_of_name(name), json.dumps(listed[0]), is_name=True)
+            image_id = Identity(id_of_name(name), json.dumps(own_name), is_name=True)
+            split = self.splits.listed(own_name)
         else:
-            names, image_id = (*listed, str(identifier)), self.image_id(identifier, location)
-        split = self.splits.listed(*names)
+            image_id = self.image_id(identifier, location)
+            split = self.splits.listed(own_name, str(identifier))
         if split is None:
             split = self.value(entry, "split", location)
         if split is None or not str(split).strip():
@@ -442,8 +441,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self._left_out: Counter[str] = Counter()  # {kind of things: their number}
-        self._first_left_out: dict[str, str] = {}  # {kind of things: name of the first one}
+        self._left_out: dict[str, tuple[int, str]] = {}  # {kind of things: their number, name of the first one}
         self._buffer: list[tuple[Any, ...]] = []  # the columns of IMAGES
         self._stored = list[pa.RecordBatch]()
         self.count = 0
@@ -466,14 +464,13 @@ class Rows:
 
     def leave_out(self, kind: str, name: str, fate: str = "are not used") -> None:
         """Counts a thing that was found and is not used. kind: what it is, in the plural, such as "hidden files"."""
-        self._left_out[f"{kind} {fate}"] += 1
-        self._first_left_out.setdefault(f"{kind} {fate}", name)
+        count, first = self._left_out.get(f"{kind} {fate}", (0, name))
+        self._left_out[f"{kind} {fate}"] = count + 1, first
 
     @property
     def left_out(self) -> list[str]:
         """A sentence for each kind of things that are not used."""
-        counts = self._left_out.items()
-        return [f"{count} {kind}, first {shown(self._first_left_out[kind])}" for kind, count in counts]
+        return [f"{count} {kind}, first {shown(first)}" for kind, (count, first) in self._left_out.items()]
 
     def _store(self) -> None:
         """Moves the rows of the buffer into Arrow arrays."""

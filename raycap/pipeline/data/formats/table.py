@@ -96,8 +96,6 @@ def table_entries(source: Source) -> Iterator[Values]:
     """Yields the rows of a table as {column: value}. An image in the table is a StoredImage. Raises UserError."""
     path = source.annotations
     title = f"annotation file {path}"
-    if path.name.endswith(".parquet.gz"):
-        raise UserError(f"{title} is compressed as a whole, so that no part of it can be read; unpack it with gunzip")
     if path.name.endswith(".arrow"):
         remedy = "write each of its splits as Parquet, with load_from_disk(...).to_parquet('train.parquet')"
         raise UserError(f"{title} was written by save_to_disk of Hugging Face's datasets; {remedy}")
@@ -239,9 +237,8 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 remedy = "give one row with a list of captions, or each image its own path"
                 raise UserError(f"{location} repeats the image {quoted(name)}; {remedy}")
             stored_names.add(name)
-            uri, listed = ImageLocation(path, image.place, name).uri, (name, name.rsplit("/", 1)[-1])
-            whole_name = prefix_of(source.annotations_name) + name
-            rows.add(*source.id_and_split(entry, listed, whole_name, location), uri, captions, location)
+            uri, whole_name = ImageLocation(path, image.place, name).uri, prefix_of(source.annotations_name) + name
+            rows.add(*source.id_and_split(entry, name, whole_name, location), uri, captions, location)
         elif not isinstance(image, str) or not image:
             column = " or ".join(source.column_names["image"])
             raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
@@ -251,7 +248,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             known = files.get(name)
             if known is None:
                 whole_name = prefix_of(source.images_name) + name
-                image_id, split = source.id_and_split(entry, (image,), whole_name, location)
+                image_id, split = source.id_and_split(entry, image, whole_name, location)
                 files[name] = ImageFile(stated, image_id, split, uri, captions, location)
             elif stated in (None, "", known.stated_split):  # the table has one row per caption
                 known.captions.extend(captions)

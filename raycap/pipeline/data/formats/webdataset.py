@@ -27,6 +27,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted
 from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapping
 
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 MAX_MEMBERS = 10_000_000  # files, folders and all other members of an archive
 MAX_HEADER_BYTES = 2**20  # limit of one read of a header, which may have a long name
 MAX_TEXT_BYTES = 2**20  # limit of the text file or JSON file of an image
@@ -174,8 +175,7 @@ def add_samples(source: Source, found: tuple[list[Sample], list[tuple[str, str]]
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
-        listed = member.name, member.name.rsplit("/", 1)[-1]
-        image_id, split = source.id_and_split(sample.entry, listed, name, location)
+        image_id, split = source.id_and_split(sample.entry, member.name, name, location)
         captions = sample.captions or source.captions(sample.entry, location)
         if source.columns_in(sample.entry, "captions") and source.captions(sample.entry, location) != captions:
             rows.leave_out("captions in JSON beside a text with other captions", name)

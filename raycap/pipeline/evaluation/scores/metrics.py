@@ -181,10 +181,6 @@ def _meteor(captions: TokenizedCaptions) -> list[Score]:
     return [Score(*java.meteor(captions.predictions, captions.references))]
 
 
-def _rouge_l(captions: TokenizedCaptions) -> list[Score]:
-    return [_mean(ngrams.rouge_l(captions.predictions, captions.references))]
-
-
 def _cider_d(captions: TokenizedCaptions) -> list[Score]:
     if len(captions.image_ids) == 1:  # all tf-idf weights would be 0
         raise UnavailableError("one image only: document frequencies have no meaning; score two images or more")
@@ -239,7 +235,7 @@ def _bert_score(captions: TokenizedCaptions) -> list[Score]:
 TABLE = (
     Metric(BLEU, _bleu, compare_by_image=False),  # because BLEU over all images is not the mean over images
     Metric(("METEOR",), _meteor, jar="meteor-1.5", english_only=True, check=java.check_meteor),
-    Metric(("ROUGE-L",), _rouge_l),
+    Metric(("ROUGE-L",), lambda captions: [_mean(ngrams.rouge_l(captions.predictions, captions.references))]),
     Metric(("CIDEr-D",), _cider_d),
     Metric(  # for tests only, because SPICE is slow and needs 3 GB
         ("SPICE",), _spice, test_only=True, jar="spice-1.0", english_only=True, check=java.check_spice

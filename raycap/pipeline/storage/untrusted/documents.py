@@ -256,7 +256,12 @@ def _refuse_repeated_keys(keys: Sequence[yaml.Node], name: str) -> None:
 
 
 def gunzip(data: bytes, name: str) -> bytes:
-    """Decompresses a gzip file, which may have several members. Raises UserError if it is damaged or too large."""
+    """Decompresses a gzip file, which may have several members. Other data are returned as they are.
+
+    Raises UserError if the file is damaged or too large.
+    """
+    if not data.startswith(GZIP_START):
+        return data
     limit = max(MIN_LIMIT_BYTES, MAX_RATIO * len(data))
     parts, left = list[bytes](), limit
     try:
