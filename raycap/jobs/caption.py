@@ -29,7 +29,7 @@ from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle
 from raycap.pipeline.evaluation.confidence import Confidence
 from raycap.pipeline.evaluation.reports.pictures import draw_word_maps
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
-from raycap.pipeline.runtime.names import printable, quoted, shown
+from raycap.pipeline.runtime.names import print_line, printable, quoted, shown
 from raycap.pipeline.runtime.processor import prepare_processor
 from raycap.pipeline.storage.digests import file_digest
 from raycap.pipeline.storage.path import storage_path
@@ -326,9 +326,9 @@ def _print_row(json_lines: bool, row: Row) -> None:
         return
     result = row["caption"] if "caption" in row else f"error: {row['error']}"
     confidence = f"  (confidence {row['confidence']:.2f})" if "confidence" in row else ""
-    print(printable(f"{row['image']}: {result}{confidence}"))
+    print_line(f"{row['image']}: {result}{confidence}")
     for entry in row.get("n_best", ()):
-        print(printable(f"    {entry['log_prob']:8.3f}  {entry['caption']}"))
+        print_line(f"    {entry['log_prob']:8.3f}  {entry['caption']}")
 
 
 def _print_note(text: str) -> None:

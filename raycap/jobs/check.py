@@ -15,7 +15,7 @@ from raycap.models.config import Values
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.runs.preflight import check_storage
-from raycap.pipeline.runtime.names import printable
+from raycap.pipeline.runtime.names import print_line
 from raycap.pipeline.runtime.secrets import without_secrets
 
 
@@ -38,7 +38,7 @@ def check(
     _print_statistics(result.statistics)
     findings = [replace(finding, text=without_secrets(finding.text)) for finding in result.findings]
     for finding in findings:
-        _print(f"{finding.kind:<8} {finding.text}")
+        print_line(f"{finding.kind:<8} {finding.text}")
     print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
     if json_file is not None:
         body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in findings]}
@@ -49,15 +49,10 @@ def check(
 
 def _print_statistics(statistics: Values) -> None:
     """Prints the counts of captions, words and images. statistics: from the result of `check_data`."""
-    _print("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
-    _print(f"captions     {statistics['captions']}")
+    print_line("splits       " + ", ".join(f"{split} {count}" for split, count in statistics["splits"].items()))
+    print_line(f"captions     {statistics['captions']}")
     for split, counts in statistics["captions_per_image"].items():
-        _print(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
-    _print(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
-    _print(f"images       {len(statistics['unreadable'])} missing or unreadable")
-    _print(f"fingerprint  {statistics['fingerprint']}")
-
-
-def _print(line: str) -> None:
-    """Prints a line with control characters escaped, because names in the data set may contain them."""
-    print(printable(line))
+        print_line(f"  {split:<10} " + ", ".join(f"{images} images with {count}" for count, images in counts.items()))
+    print_line(f"vocabulary   {statistics.get('vocabulary', 'empty')} words, specials included")
+    print_line(f"images       {len(statistics['unreadable'])} missing or unreadable")
+    print_line(f"fingerprint  {statistics['fingerprint']}")

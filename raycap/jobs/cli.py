@@ -103,9 +103,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Imports the named command, in place of the placeholder without options that `__init__` has added."""
         name, command, rest = super().resolve_command(ctx, args)
-        is_too_slow = (
-            self.name == "bench" and COMPLETION in os.environ
-        )  # a shell that completes does not wait for torch
+        # a shell that completes does not wait for torch
+        is_too_slow = self.name == "bench" and COMPLETION in os.environ
         if name is not None and name in self.table and not is_too_slow:
             command = self.table[name].load(name)
         return name, command, rest

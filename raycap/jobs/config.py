@@ -15,7 +15,7 @@ from raycap.pipeline.config.load import load_config, shown_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config, shipped_names
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import printable
+from raycap.pipeline.runtime.names import print_line
 from raycap.pipeline.runtime.secrets import without_secrets
 
 DATA_HEADING = "data files, for `raycap evaluate --data`:"
@@ -62,7 +62,7 @@ def config(
     values = shown_values(load_config(file, set_ or ()), only_changes=only_changes)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
     for line in without_secrets(text).splitlines():
-        print(printable(line))
+        print_line(line)
 
 
 def config_schema() -> Values:

@@ -34,7 +34,7 @@ from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.formats.source import find_files
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.java import java_version, spice_models
-from raycap.pipeline.runtime.names import one_line, printable
+from raycap.pipeline.runtime.names import one_line, print_line
 from raycap.pipeline.runtime.processor import computes_on_cpus
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import load_search
@@ -102,7 +102,7 @@ def doctor(
     run, requests = _read(config, set_ or ())
     failed = list[str]()
     for finding in _examine(run, requests, address):
-        print(printable(finding.line))
+        print_line(finding.line)
         if finding.level == "fail" and finding.name not in failed:
             failed.append(finding.name)
     if failed:

@@ -35,9 +35,7 @@ def export(
     for package in ("onnx", "onnxruntime", "onnxscript"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"`raycap export` needs the package {package}, which is not installed; {REMEDY}")
-    check_output_folder("--out", out)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
+    check_output_folder("--out", out, must_be_empty=True)
     bundle = open_bundle("BUNDLE", model).bundle
     logger.info(f"exporting {model} in {precision}")
     if bundle.search.decoding.sampling or bundle.search.decoding.beam_groups > 1:

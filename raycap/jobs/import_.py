@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from safetensors import SafetensorError
 
+from raycap.jobs.named_files import check_output_folder
 from raycap.jobs.options import Set
 from raycap.models.config import Values
 from raycap.pipeline.config.load import apply_override
@@ -46,8 +47,7 @@ def import_checkpoint(
     for option, path in input_files.items():
         if path is not None and not path.is_file():
             raise UserError(f"{option} {path} does not exist or is not a file")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} exists and is not empty; choose another folder or remove it")
+    check_output_folder("--out", out, must_be_empty=True)
     from raycap.pipeline.evaluation.captioning import upstream
 
     title, read_checkpoint = upstream.FORMATS[source]

@@ -16,7 +16,7 @@ from raycap.pipeline.config.variables import variable_names
 from raycap.pipeline.data.first_configuration import Counts, Language, Machine, config_text, counts_of, detect_language
 from raycap.pipeline.data.survey import Survey, survey
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import printable, shown
+from raycap.pipeline.runtime.names import print_line, shown
 from raycap.pipeline.storage.atomic import write_bytes
 
 NUM_READ = 5_000  # number of captions from which the language is guessed
@@ -51,9 +51,9 @@ def init(
     language = detect_language(captions)
     counts = counts_of(found, language)
     for key, text in _summary(found, language, counts).items():
-        print(f"{key:<9} {printable(text)}")
+        print_line(f"{key:<9} {text}")
     for sentence in found.left_out:
-        print(f"left out  {printable(sentence)}")
+        print_line(f"left out  {sentence}")
     machine = Machine(len(os.sched_getaffinity(0)), torch.cuda.device_count())
     write_bytes(path, config_text(found, name, language, counts, machine, is_pretrained=pretrained).encode())
     load_config(path)  # raises if the new file is not valid

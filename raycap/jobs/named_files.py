@@ -35,8 +35,8 @@ def open_bundle(option: str, model: str, storage: StorageOptions = StorageOption
         raise UserError(f"{option}: {error}") from error
 
 
-def check_output_folder(option: str, path: Path) -> None:
-    """Raises UserError if the folder that an option names cannot be made or written."""
+def check_output_folder(option: str, path: Path, *, must_be_empty: bool = False) -> None:
+    """Raises UserError if the folder that an option names cannot be made or written, or must be empty and is not."""
     try:
         existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
         is_folder = existing.is_dir()
@@ -47,6 +47,8 @@ def check_output_folder(option: str, path: Path) -> None:
     if not is_folder:
         raise UserError(f"{option} {path}: {existing} is a file; give a folder")
     require_writable(f"{option} {path}", existing)
+    if must_be_empty and path.exists() and any(path.iterdir()):
+        raise UserError(f"{option} {path} exists and is not empty; choose another folder or remove it")
 
 
 def check_output_place(option: str, place: StoragePath) -> None:

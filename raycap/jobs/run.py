@@ -178,7 +178,8 @@ class RunDriver:
         self._decide_precision()
         self._log_plan()
         is_resumed = any(self.folder.path.glob("stages/*/step-*"))
-        if self.config.workers.dry_run and self._pending and not is_resumed:
+        is_pending = any(self.folder.result(stage.name) is None for stage in self.config.stages)
+        if self.config.workers.dry_run and is_pending and not is_resumed:
             self._dry_run()
         self.folder.write_config()  # before training, so that a resumed run keeps the decisions
         for group in stage_groups(self.config.stages):
@@ -278,11 +279,6 @@ class RunDriver:
                     raise UserError(f"a dry run of stage {result.stage} fails: {result.error}")
                 seconds, memory = f"{result.seconds:.1f} s", f"{result.memory_mb:.0f} MiB"
                 logger.info(f"check     one step of {result.stage}: {seconds}, {memory}")
-
-    @property
-    def _pending(self) -> list[StageSection]:
-        """The stages that are not finished."""
-        return [stage for stage in self.config.stages if self.folder.result(stage.name) is None]
 
     def _start_ray(self, stage: Stage) -> None:
         """Starts or joins Ray, and waits until a cluster can place the processes of `stage`."""

@@ -26,7 +26,7 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.retrain.champion import LEASE, POINTER, ChampionStore
 from raycap.pipeline.runs.folder import RunMetadata
 from raycap.pipeline.runs.preflight import storage_errors
-from raycap.pipeline.runtime.names import expanded_path, one_line, printable, shown
+from raycap.pipeline.runtime.names import expanded_path, one_line, print_line, printable, shown
 from raycap.pipeline.runtime.secrets import remember_address, without_secrets
 from raycap.pipeline.search.records import ENDED, TRIALS, read_records
 from raycap.pipeline.storage.digests import DIGESTS, digests_in
@@ -80,7 +80,8 @@ def runs(
     else:
         for part, entries in found.items():
             _print_table(TITLES[part], entries)
-        _print(f"{storage}: {_size(size)}; {', '.join(f'{part} {len(entries)}' for part, entries in found.items())}")
+        counts = ", ".join(f"{part} {len(entries)}" for part, entries in found.items())
+        print_line(f"{storage}: {_size(size)}; {counts}")
     if prune:
         _prune(storage, found, yes)
 
@@ -109,7 +110,7 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
     widths = [max(len(printable(cell)) for cell in cells) for cells in zip(*lines, strict=True)]
     for cells, detail in zip(lines, ["", *(entry.detail for entry in entries)], strict=True):
         text = "  ".join(printable(cell).ljust(width) for cell, width in zip(cells, widths, strict=True))
-        _print(f"{text}  {without_secrets(detail)}".rstrip())
+        print_line(f"{text}  {without_secrets(detail)}".rstrip())
     print()
 
 
@@ -117,23 +118,18 @@ def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], yes: bo
     """Prints which folders can be removed and, with --yes, removes them one by one."""
     removals, kept = plan_removals(storage, found)
     if kept:
-        _print(without_secrets(kept))
+        print_line(without_secrets(kept))
     total = _size(sum(removal.content.bytes for removal in removals))
     for content, why in removals:
         if yes:
             remove(storage / content.path)
-        _print(f"{'removed' if yes else 'would go'}  {_size(content.bytes):>9}  {content.path}  ({why})")
+        print_line(f"{'removed' if yes else 'would go'}  {_size(content.bytes):>9}  {content.path}  ({why})")
     if yes:
         print(f"removed {total}")
     elif removals:
         print(f"{len(removals)} folders with {total}; nothing was removed, --yes removes them")
     else:
         print("nothing to remove")
-
-
-def _print(line: str) -> None:
-    """Prints a line. Control characters in names from the storage are escaped."""
-    print(printable(line))
 
 
 def _cell(fact: object) -> str:

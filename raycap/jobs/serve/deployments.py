@@ -50,9 +50,7 @@ class CaptionerDeployment:
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)
         address, follows = model.address, model.address.champion is not None
-        source = (
-            address.resolve() if follows else model.source
-        )  # the champion may have changed since the server's start
+        source = address.resolve() if follows else model.source  # the champion may have changed since the start
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
         # Each process computes with its share of this machine's cores or, in a cluster, with the CPUs asked of Ray.
         share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)

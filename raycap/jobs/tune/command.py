@@ -14,7 +14,7 @@ import typer
 from raycap.jobs.journal_printer import format_duration
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
-from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file
+from raycap.jobs.tune.features import extract_once, find_backbone, require_backbone_file, share_backbone
 from raycap.pipeline.cluster.capacity import wait_for
 from raycap.pipeline.cluster.stalls import StallWatch
 from raycap.pipeline.cluster.start import check_address, connect, require_resources
@@ -53,8 +53,8 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     dataset = readable(dataset, unreadable, search.base)
     if unreadable:
         logger.warning(f"{len(unreadable)} images cannot be read and are left out")
-    source = find_backbone(search, dataset)
-    digest = "" if source is None else weights_file_digest(source.weights)
+    weights = find_backbone(search, dataset)
+    digest = "" if weights is None else weights_file_digest(weights)
     name = search.identity(dataset.fingerprint(), str(RESULTS_VERSION), digest)
     folder = SearchFolder(search.base.working_path / "searches" / name, search.base.home(f"searches/{name}"))
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -67,9 +67,9 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     from raycap.pipeline.search.outcome import write_outcome
 
     with alone(folder.path), _lease(folder) as lease:
-        store, excluded = extract_once(search, dataset, source, start_extraction)
-        weights, start = (None, None) if source is None else (source.weights, source.start)
-        plan = SearchPlan(search.without_tracker(), weights, start, store, excluded, str(Path.cwd()))
+        store, excluded = extract_once(search, dataset, weights, start_extraction)
+        backbone = None if weights is None else share_backbone(search, weights)
+        plan = SearchPlan(search.without_tracker(), backbone, store, excluded, str(Path.cwd()))
         if lease is not None:
             lease.check()  # the extraction may have taken hours
         _log_plan(search, folder)

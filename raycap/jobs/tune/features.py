@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from raycap.jobs.extract import initial_weights
 from raycap.pipeline.data.dataset import Dataset
@@ -13,23 +12,13 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.extraction import StartRay, extract_features
 from raycap.pipeline.runs.prepare import open_run
 from raycap.pipeline.search.spec import Search
-from raycap.pipeline.storage.weights import export_backbone, weights_file_digest
+from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
 
 
-class BackboneSource(NamedTuple):
-    """Two files with the same backbone: `weights` as runs store it, `start` with timm's names.
-
-    Trials start from `start`, so that trials with different seeds share one backbone.
-    """
-
-    weights: Path
-    start: str
-
-
-def find_backbone(search: Search, dataset: Dataset) -> BackboneSource | None:
-    """The backbone that the key `backbone` names, or None if the base configuration has none.
+def find_backbone(search: Search, dataset: Dataset) -> Path | None:
+    """The file with the backbone that the key `backbone` names, or None if the base configuration has none.
 
     Raises UserError if it is that of a run of the base configuration and no such run has trained it.
     """
@@ -45,18 +34,21 @@ def find_backbone(search: Search, dataset: Dataset) -> BackboneSource | None:
                 "train it first with `raycap run`, with --set for what the search sets, or set backbone to base"
             )
         logger.info(f"backbone  from the run {run.run_id}")
-        weights = run.weights_after(trained[-1], "backbone")
-    else:
-        file = base.backbone.weights if name == "base" else str(Path(name).expanduser().resolve())
-        config = base.model_copy(update={"backbone": replace(base.backbone, weights=file)})
-        weights = initial_weights(config, base.working_path / "backbones")
-    start = base.working_path / "backbones" / f"{weights_file_digest(weights)[:20]}-timm.safetensors"
-    if not start.is_file():
-        export_backbone(weights, start)
-    stored = base.storage_place / f"backbones/{start.name}"
-    if stored.is_remote and not stored.exists():
-        stored.upload(start)
-    return BackboneSource(weights, str(stored))
+        return run.weights_after(trained[-1], "backbone")
+    file = base.backbone.weights if name == "base" else str(Path(name).expanduser().resolve())
+    config = base.model_copy(update={"backbone": replace(base.backbone, weights=file)})
+    return initial_weights(config, base.working_path / "backbones")
+
+
+def share_backbone(search: Search, weights: Path) -> str:
+    """The path or URI of the backbone's file for trials on all machines. Uploads the file to a storage on S3."""
+    place = search.base.storage_place
+    if not place.is_remote:
+        return str(weights)
+    stored = place / f"backbones/{weights_file_digest(weights)[:20]}.safetensors"
+    if not stored.exists():
+        stored.upload(weights)
+    return str(stored)
 
 
 def require_backbone_file(search: Search) -> None:
@@ -77,7 +69,7 @@ def require_backbone_file(search: Search) -> None:
 
 
 def extract_once(
-    search: Search, dataset: Dataset, source: BackboneSource | None, start_ray: StartRay
+    search: Search, dataset: Dataset, weights: Path | None, start_ray: StartRay
 ) -> tuple[str | None, list[str]]:
     """The folder with the features of all images whose features trials read, and the keys of images without features.
 
@@ -88,6 +80,6 @@ def extract_once(
         return None, []
     stored = config.data.train_splits if config.features.store == "always" else ()
     part = dataset.split(*stored, config.data.val_split, search.score_split)
-    extracted = extract_features(config, part, None if source is None else source.weights, start_ray)
+    extracted = extract_features(config, part, weights, start_ray)
     extracted.require_enough(len(part), config)
     return str(extracted.store), sorted(extracted.missing)

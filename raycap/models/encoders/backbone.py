@@ -432,7 +432,7 @@ def set_drop_path(module: nn.Module, rate: float) -> None:
 
 
 def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
-    """Loads a checkpoint with timm's names, or with other names that timm converts, such as the original Swin's.
+    """Loads a checkpoint with the names of a run's file, with timm's, or with names that timm converts (original Swin).
 
     timm resizes position tables. The classifier is left out. Raises ValueError for tensors that do not fit.
     """
@@ -441,7 +441,8 @@ def load_tensors(backbone: Backbone, tensors: dict[str, Tensor]) -> None:
     with torch.device("meta"):
         network = _create(config, pretrained=False)
     try:
-        state = _converted(_named_by_order(tensors, config), network)
+        timm_tensors = {name.removeprefix(f"{backbone._name}."): tensor for name, tensor in tensors.items()}
+        state = _converted(_named_by_order(timm_tensors, config), network)
     except Exception as error:  # any error, because timm's functions raise many kinds for checkpoints that do not fit
         raise ValueError(f"{what} cannot be converted ({reason_of(error)})") from error
     classifier = (network.pretrained_cfg or {}).get("classifier") or ()  # one name or several

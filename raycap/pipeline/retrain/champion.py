@@ -300,7 +300,12 @@ def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> He
     """
     name, current, data = held_out_split(config), dataset.readable(), config.data
     if file is None:
-        file = _choose_held_out(current, name)
+        chosen = current.split(name)
+        if len(chosen) < 2:
+            raise UserError(
+                f"retrain.split = {name} has {len(chosen)} images; CIDEr-D needs two documents or more, better hundreds"
+            )
+        file = to_bytes(chosen.table.select(SCHEMA.names))
     fixed = from_bytes(file, SCHEMA, "the held-out split")
     rows = pc.index_in(fixed["key"], value_set=current.table["key"])  # null for an image that is gone
     uris = current.table["uri"].take(rows)
@@ -319,13 +324,3 @@ def find_held_out(file: bytes | None, dataset: Dataset, config: RunConfig) -> He
             f"take them out, or {start_over}"
         )
     return HeldOut(file, part)
-
-
-def _choose_held_out(images: Dataset, name: str) -> bytes:
-    """The Parquet file of the images in the split `name`. Raises UserError if they are fewer than two."""
-    chosen = images.split(name)
-    if len(chosen) < 2:
-        raise UserError(
-            f"retrain.split = {name} has {len(chosen)} images; CIDEr-D needs two documents or more, better hundreds"
-        )
-    return to_bytes(chosen.table.select(SCHEMA.names))

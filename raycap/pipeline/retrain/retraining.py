@@ -146,7 +146,8 @@ class Retraining:
     def execute(self, work: Work) -> int:
         """Performs steps 2 to 5 of a retraining. Returns the exit code."""
         try:
-            root, before = data_root(self.config), self._last_listing()
+            root, name, folder = data_root(self.config), self.state.snapshot, self.store.folder
+            before = None if name is None else from_bytes((folder / name).read_bytes(), LISTING, name)
             listing = list_data(self.config, root)
             change = compare(listing, before)
             logger.info(f"step 2/5  data: {listing.num_rows} files in {root}: {change}")
@@ -158,7 +159,9 @@ class Retraining:
                 return 1
             if not data.record.new_images and data.record.fingerprint == self.state.fingerprint:
                 return self._nothing_new(change)
-            held = self._held_out(data)
+            split = self.state.held_out
+            file = None if split is None else (folder / split).read_bytes()
+            held = find_held_out(file, data.found[0], self.config)
         except UserError as error:
             if self.state.snapshot is None:
                 raise
@@ -173,11 +176,6 @@ class Retraining:
         self.lease.check()
         logger.info("step 5/5  decision")
         return self._decide(data, held, bundle, challenger, scores)
-
-    def _last_listing(self) -> pa.Table | None:
-        """The listing of the data at the last decision, or None if nothing was decided yet."""
-        name = self.state.snapshot
-        return None if name is None else from_bytes((self.store.folder / name).read_bytes(), LISTING, name)
 
     def _read_data(self, root: str, listing: pa.Table, before: pa.Table | None, change: Change) -> NewData | None:
         """Reads and checks the listed data. If the data has errors, logs the first of them and returns None."""
@@ -199,12 +197,6 @@ class Retraining:
             root=root, files=change, new_images=num_new, images=len(usable), fingerprint=usable.fingerprint()
         )
         return NewData((dataset, unreadable), with_keys(listing, usable), record)
-
-    def _held_out(self, data: NewData) -> HeldOut:
-        """The fixed held-out split, or at the first retraining the split that this retraining fixes."""
-        name = self.state.held_out
-        file = None if name is None else (self.store.folder / name).read_bytes()
-        return find_held_out(file, data.found[0], self.config)
 
     def _nothing_new(self, change: Change) -> int:
         """Logs that no data is new, and returns 0. Sets the tracker's alias, in case an outage prevented it before."""

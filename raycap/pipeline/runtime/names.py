@@ -52,6 +52,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def print_line(line: str) -> None:
+    """Prints a line with control characters escaped, because names that strangers wrote may contain them."""
+    print(printable(line))
+
+
 def one_line(error: BaseException) -> str:
     """The text of an error on one line of at most MAX_ERROR characters. If the text is empty, the type of the error."""
     return printable(" ".join(str(error).split()))[:MAX_ERROR] or type(error).__name__

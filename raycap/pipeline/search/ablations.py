@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Container, Sequence
+from dataclasses import asdict
 
 from raycap.models.captioner import TABLE_6_IMAGES
-from raycap.models.config import ModelConfig, Values
 from raycap.pipeline.evaluation.comparison.published import PublishedTable, published_tables
 from raycap.pipeline.evaluation.reports.tables import Rows, Table
 from raycap.pipeline.search.results import PointResult, SearchResults, format_cell, heading
 from raycap.pipeline.search.spec import SCORE
 
 COSTS_SHOWN = ("macs_executed", "parameters")
+EXPANSION = "encoder_dynamic_expansion"  # a key that only some models have
 NOTE = (
     "Ours: means over seeds of the split {split}. The paper's: {protocol}. +/- is the difference to the row {baseline}."
 )
@@ -29,22 +30,15 @@ def comparisons(results: SearchResults, metrics: Container[str] | None = None) -
     nothing to be compared with. metrics: the metrics that get columns, if both sides have them; None: all.
     """
     search, published, tables = results.search, published_tables(results.search.config.compare), []
-    models = [search.trial_config(point.point, search.config.seeds[0]).model for point in results.points]
+    models = [asdict(search.trial_config(point.point, search.config.seeds[0]).model) for point in results.points]
+    fixed = {"name": search.config.compare, EXPANSION: None}  # of each row
+    points_of = [(point, {EXPANSION: None} | model) for point, model in zip(results.points, models, strict=True)]
     for table in published:
-        settings = [row.settings | {"name": search.config.compare} for row in table.rows]
-        points = [
-            next((point for point, model in zip(results.points, models, strict=True) if _has(model, values)), None)
-            for values in settings
-        ]
+        settings = [row.settings | fixed for row in table.rows]
+        points = [next((point for point, model in points_of if row.items() <= model.items()), None) for row in settings]
         if len(published) == 1 or len(points) - points.count(None) >= 2:
             tables.append(_compared(results, table, points, metrics))
     return tables
-
-
-def _has(model: ModelConfig, settings: Values) -> bool:
-    """Whether a model has the settings of a row. No row has a dynamic expansion in the encoder."""
-    is_equal = all(getattr(model, key, ...) == value for key, value in settings.items())
-    return is_equal and getattr(model, "encoder_dynamic_expansion", None) is None
 
 
 def _values(point: PointResult | None, name: str) -> list[float]:

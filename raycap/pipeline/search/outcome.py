@@ -15,15 +15,14 @@ from raycap.pipeline.search.plots import pareto_plot
 from raycap.pipeline.search.records import SearchFolder, TrialRecord, count, states_text
 from raycap.pipeline.search.results import (
     SearchResults,
-    heading,
     public_settings,
     result_files,
     trial_name,
     write_configurations,
     write_trials,
 )
-from raycap.pipeline.search.samplers import MIN_POINTS_FOR_IMPORTANCE, importance
-from raycap.pipeline.search.space import flatten, point_key, short
+from raycap.pipeline.search.samplers import importances
+from raycap.pipeline.search.space import flatten, short
 from raycap.pipeline.search.spec import SCORE, Search
 from raycap.pipeline.storage.atomic import write_bytes, write_text
 from raycap.pipeline.tracking.mlflow_client import (
@@ -97,29 +96,6 @@ def write_page(
         metadata={"base": search.base.name} | flatten(public_settings(search)),
     )
     write_text(folder / "search.html", text)
-
-
-def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[str, float], str]:
-    """{dimension: share} of the main objective's variance, and a note on the data it was computed from.
-
-    If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
-    instead of the main objective, because scores after different epochs are not comparable.
-    """
-    main = search.config.main_objective
-    usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
-    usable.sort(key=lambda record: (point_key(record.point), record.seed))  # fANOVA's forest depends on the order
-    values = [record.value(main) for record in usable]
-    source = f"of {heading(search, main)} over {len(usable)} trials"
-    if any(record.state == "stopped" for record in usable):
-        scores = [dict(record.reports) for record in usable]
-        epoch = max(set.intersection(*map(set, scores)), default=-1.0)  # without a common epoch no trial has a value
-        values = [score.get(epoch) for score in scores]
-        source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
-    rated = [(record, value) for record, value in zip(usable, values, strict=True) if value is not None]
-    shares = importance(search.space, [record.point for record, _ in rated], [value for _, value in rated])
-    if not shares:
-        return {}, f"Needs at least {MIN_POINTS_FOR_IMPORTANCE} trials with different scores and two keys."
-    return shares, f"Share that each key explains of the variance {source} (fANOVA); unreliable for few trials."
 
 
 def track_search(search: Search, folder: Path, records: Sequence[TrialRecord]) -> None:

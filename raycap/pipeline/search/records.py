@@ -99,8 +99,7 @@ class SearchPlan:
     """What the processes of all trials need."""
 
     search: Search  # without its tracker (`Search.without_tracker`)
-    weights: Path | None  # the driver's file with the backbone in the form that runs store; None without a backbone
-    start: str | None  # the path or URI of a file with the same weights under timm's names
+    weights: str | None  # the path or URI of the file with the backbone of all trials; None without a backbone
     store: str | None  # the folder with the features; None when trials read images instead
     excluded: list[str]  # the content keys of images without features
     folder: str = ""  # the driver's working folder, to which relative paths in the configuration refer

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from raycap.pipeline.search.space import Dimension, Space
-from raycap.pipeline.search.spec import Search
+from raycap.pipeline.search.records import TrialRecord
+from raycap.pipeline.search.results import heading
+from raycap.pipeline.search.space import Dimension, point_key
+from raycap.pipeline.search.spec import SCORE, Search
 
-MIN_POINTS_FOR_IMPORTANCE = 4
+MIN_TRIALS = 4  # for an importance
 ASSUMED_TRIALS = 80  # in a search that only budget.hours ends
 
 
@@ -40,24 +42,40 @@ def distribution(dimension: Dimension) -> Any:
     return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
 
 
-def importance(space: Space, points: Sequence[Mapping[str, object]], values: Sequence[float]) -> dict[str, float]:
-    """{dimension: share of the values' variance that it explains} by Optuna's fANOVA; `values` has one per point.
+def importances(search: Search, records: Sequence[TrialRecord]) -> tuple[dict[str, float], str]:
+    """{dimension: share of the main objective's variance} by Optuna's fANOVA, and a note on the trials that it is from.
 
-    The method: Hutter, Hoos, Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance (2014). The
-    result is empty for fewer than four points or two dimensions, and when the points or the values do not vary.
+    If some trials were stopped early, the CIDEr-D of all trials after the last epoch that all of them reached is used
+    instead of the main objective, because scores after different epochs are not comparable. The shares are empty for
+    fewer than four trials or two dimensions, and when the points or the values do not vary.
+
+    The method: Hutter, Hoos, Leyton-Brown, An Efficient Approach for Assessing Hyperparameter Importance (2014).
     """
-    varied = [key for key in space.dimensions if len({point[key] for point in points}) > 1]
-    if len(points) < MIN_POINTS_FOR_IMPORTANCE or len(space.dimensions) < 2 or not varied or len(set(values)) < 2:
-        return {}
+    main, dimensions = search.config.main_objective, search.space.dimensions
+    usable = [record for record in records if record.state in ("finished", "stopped") and record.reports]
+    usable.sort(key=lambda record: (point_key(record.point), record.seed))  # fANOVA's forest depends on the order
+    values = [record.value(main) for record in usable]
+    source = f"of {heading(search, main)} over {len(usable)} trials"
+    if any(record.state == "stopped" for record in usable):
+        scores = [dict(record.reports) for record in usable]
+        epoch = max(set.intersection(*map(set, scores)), default=-1.0)  # without a common epoch no trial has a value
+        values = [score.get(epoch) for score in scores]
+        source = f"of {heading(search, SCORE)} after epoch {epoch:g}, the last that all {len(usable)} trials reached"
+    rated = [(record.point, value) for record, value in zip(usable, values, strict=True) if value is not None]
+    varied = [key for key in dimensions if len({point[key] for point, _ in rated}) > 1]
+    has_different_values = len({value for _, value in rated}) > 1
+    if len(rated) < MIN_TRIALS or len(dimensions) < 2 or not varied or not has_different_values:
+        return {}, f"Needs at least {MIN_TRIALS} trials with different scores and two keys."
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize")
-    distributions = {key: distribution(space.dimensions[key]) for key in varied}
-    for point, value in zip(points, values, strict=True):
-        params = {key: point[key] for key in distributions}
+    distributions = {key: distribution(dimensions[key]) for key in varied}
+    for point, value in rated:
+        params = {key: point[key] for key in varied}
         study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=value))
-    shares = optuna.importance.get_param_importances(
+    found = optuna.importance.get_param_importances(
         study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0)
     )
-    return {key: float(shares.get(key, 0.0)) for key in space.dimensions}
+    note = f"Share that each key explains of the variance {source} (fANOVA); unreliable for few trials."
+    return {key: float(found.get(key, 0.0)) for key in dimensions}, note

@@ -226,7 +226,7 @@ class Search:
         return values
 
     def trial_config(
-        self, point: Mapping[str, object], seed: int, weights: str | None = None, member: str = ""
+        self, point: Mapping[str, object], seed: int, weights: Path | None = None, member: str = ""
     ) -> RunConfig:
         """The configuration of a trial, which captions without constraints.
 
@@ -249,7 +249,7 @@ class Search:
         }
         set_values(values, {"workers": workers, "evaluation": {"constraints": None}}, "resources")
         if weights is not None:
-            set_value(values, "backbone.weights", weights, "backbone")
+            set_value(values, "backbone.weights", str(weights), "backbone")
         return parse_config(values)
 
     def without_tracker(self) -> Search:

@@ -105,11 +105,11 @@ def run_trial(
     """
     plan, search = task.plan, task.plan.search
     options = search.base.storage.options
-    start = None if plan.start is None else str(_local_file(storage_path(plan.start, options)))
-    config = search.trial_config(task.point, task.seed, start, f"-{task.trial_id}" if search.is_population else "")
+    weights = None if plan.weights is None else _local_file(storage_path(plan.weights, options))
+    config = search.trial_config(task.point, task.seed, weights, f"-{task.trial_id}" if search.is_population else "")
     prepared = prepare(config)
-    if plan.weights is not None and prepared.home is None:
-        share_file(prepared.path / "init" / "backbone.safetensors", plan.weights)
+    if weights is not None and prepared.home is None:
+        share_file(prepared.path / "init" / "backbone.safetensors", weights)
     if task.handover is not None:
         take_over(prepared, task.handover)
     token = prepared.new_token("driver_token")

@@ -67,15 +67,6 @@ def load_weights(module: nn.Module, path: Path, data: bytes | None = None) -> No
     module.load_state_dict(tensors)
 
 
-def export_backbone(source: Path, target: Path) -> None:
-    """Copies a run's backbone file with timm's parameter names, as the key `backbone.weights` needs them."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = {name.partition(".")[2]: tensor for name, tensor in load_file(source).items()}
-    with atomic_path(target) as temporary:
-        save_file(tensors, temporary)
-
-
 def weights_file_digest(path: Path) -> str:
     """The SHA-256 of a safetensors file, which identifies its weights. An unchanged file is hashed once per process."""
     status = path.stat()

@@ -37,17 +37,17 @@ def pretend_training(run: RunFolder, stages: list[str]) -> None:
 
 def backbone_of(search: Search) -> Backbone:
     """The backbone that a trial's configuration builds."""
-    source = find_backbone(search, find_data(search.base)[0])
-    assert source is not None
-    config = search.trial_config(search.space.first(), 5, str(source.start))
+    weights = find_backbone(search, find_data(search.base)[0])
+    assert weights is not None
+    config = search.trial_config(search.space.first(), 5, weights)
     backbone = Backbone(config.backbone)
-    stored = load_file(source.weights)
+    stored = load_file(weights)
     assert all(torch.equal(stored[name], tensor) for name, tensor in backbone.state_dict().items())
     return backbone
 
 
 def test_a_finished_run_gives_the_backbone(tmp_path: Path, log_lines: list[str]) -> None:
-    """Every stage that trains the backbone must have ended. The file that is exported gives the same backbone."""
+    """Every stage that trains the backbone must have ended. Its file, given by its path, is the same backbone."""
     search = small_search(tmp_path, backbone="run")
     run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
@@ -58,7 +58,7 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, log_lines: list[str])
     pretend_training(run, trained)
     assert backbone_of(search).swin.norm.bias[0] == len(trained) == 2
     assert f"backbone  from the run {run.run_id}" in log_lines
-    (file,) = (search.base.working_path / "backbones").glob("*-timm.safetensors")
+    file = run.stage(trained[-1]) / "best-1" / "backbone.safetensors"
     assert backbone_of(small_search(tmp_path, backbone=str(file))).swin.norm.bias[0] == 2
     assert backbone_of(small_search(tmp_path)).swin.norm.bias[0] != 2, "the base's initial backbone"
 

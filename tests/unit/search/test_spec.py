@@ -116,7 +116,7 @@ def test_errors_are_one_sentence(tmp_path: Path, changes: dict[str, Any], expect
 def test_a_point_is_the_base_with_its_changes(tmp_path: Path) -> None:
     search = small_search(tmp_path, trial={"epochs": 2, "set": {"evaluation.beam_size": 1}}, seeds=[3, 4])
     point = {G: "4 8", N_E: "4"}
-    trial = search.trial_config(point, 4, str(tmp_path / "backbone.safetensors"))
+    trial = search.trial_config(point, 4, tmp_path / "backbone.safetensors")
     assert [stage.name for stage in trial.stages] == ["xe_frozen"] and trial.stages[0].epochs == 2
     assert (trial.model.static_expansion, trial.model.dynamic_expansion, trial.seed) == ((4, 8), 4, 4)
     assert trial.evaluation.beam_size == 1 and not trial.tracking.enabled
