@@ -85,6 +85,8 @@ def read_n_best(path: Path) -> dict[ImageId, list[str]]:
 def _id(row: object, location: str) -> ImageId:
     """row["image_id"], an integer or text. location: names the row in errors. Raises UserError for any other row."""
     value = row.get("image_id") if isinstance(row, dict) else None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise UserError(f"{location} has no image_id that is a number or text: found {quoted(row)}")
     return value

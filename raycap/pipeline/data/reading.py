@@ -29,6 +29,7 @@ from raycap.pipeline.data.dataset import SCHEMA, SOURCE_ID, TOKENS, Dataset
 from raycap.pipeline.data.formats.source import (
     MAX_CAPTION,
     SURROGATE,
+    TEXT_ENDINGS,
     Identity,
     Rows,
     Source,
@@ -368,7 +369,7 @@ def read_text_files(source: Source, place: StoragePath, rows: Rows) -> Iterator[
             rows.leave_out(kind, name)
     names = [name for name in found if not is_hidden(name)]
     images = [name for name in names if is_image(name)]
-    text_of = {name[:-4]: name for name in names if name.lower().endswith(".txt")}  # {name without .txt: name}
+    text_of = {name.rpartition(".")[0]: name for name in names if name.lower().endswith(TEXT_ENDINGS)}
     stems, top = {name.rpartition(".")[0] for name in images}, os.path.realpath(folder.uri)
     for stem, name in list(text_of.items()):
         path = Path(folder.uri, name)

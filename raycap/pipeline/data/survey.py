@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,7 @@ from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, DataSect
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import (
     COLUMNS,
+    TEXT_ENDINGS,
     Rows,
     Source,
     columns_named,
@@ -35,6 +37,7 @@ from raycap.pipeline.data.formats.source import (
 )
 from raycap.pipeline.data.formats.table import MIXED_ENDINGS, TABLE_ENDINGS, read_head
 from raycap.pipeline.data.formats.webdataset import TAR_ENDINGS
+from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.data.reading import Annotations, read_annotations, read_sources
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, plain_name, quoted, shorten, shown
@@ -54,6 +57,8 @@ OTHER_COLUMNS = {
     ),
     "captions": ("sentences", "sentence", "description", "title", "comment", "alt_text", "alt", "prompt", "txt", "raw"),
 }  # fmt: skip
+PACKED_ENDINGS = (".zip", ".7z", ".rar", ".xlsx", ".xls", ".ods")
+MAX_NAME_BYTES = 2**12  # limit of a line of a list of names that is looked at
 MAX_LISTED = 2_000_000  # files of a folder that are looked at
 MAX_FOLDERS = 20  # folders that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in each of these folders
@@ -86,16 +91,28 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
         files = [name for name in files if not (is_mixed and name.rpartition(".")[0] in stems)]
         for group in sorted(_groups(files), key=lambda group: not _USUAL.search(group[0])):
             is_doubtful = is_mixed or (ending == ".json" and len(files) > 1 and not _USUAL.search(group[0]))
-            found = tuple(name for name in group[:MAX_SOURCES] if not is_doubtful or _has_captions(root / name))
-            if found:
-                yield Candidate("files", found if len(group) <= MAX_SOURCES else group)
+            found = group
+            if is_doubtful or (1 < len(group) <= MAX_SOURCES and ending not in (".arrow", ".parquet", ".tar", ".tgz")):
+                found = tuple(name for name in group[:MAX_SOURCES] if _has_captions(root / name))
+            for alike in _alike(root, found) if ending == ".json" else filter(None, [found]):
+                yield Candidate("files", alike)
+            if not is_doubtful and (others := tuple(name for name in group if name not in found)):
+                yield Candidate("files", others)
             if is_mixed and len(found) > 1:  # Flickr8k has two; the one with the shorter name has the raw captions
                 yield from (Candidate("files", (name,)) for name in sorted(found, key=len))
-    texts = {name[: -len(".txt")] for name in names if name.lower().endswith(".txt")}
+    texts = {name.rpartition(".")[0] for name in names if name.lower().endswith(TEXT_ENDINGS)}
     if paired := tuple(name for name in images if name.rpartition(".")[0] in texts):
         yield Candidate("text", paired)
     elif images and texts and _top(images) != _top(tuple(texts)):
         yield Candidate("text apart", (_top(images), _top(tuple(texts))))
+
+
+def _alike(root: StoragePath, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the JSON files that are lists, as in LAVIS, and those that are objects, which are never one data set."""
+    lists = []
+    with suppress(UserError):  # the reader says what is wrong
+        lists = [name for name in files if read_head(root / name).is_table]
+    yield from filter(None, [tuple(lists), tuple(name for name in files if name not in lists)])
 
 
 def _top(names: Sequence[str]) -> str:
@@ -126,7 +143,8 @@ def read_names(root: StoragePath, candidate: Candidate, names: Sequence[str]) ->
     if candidate.form == "text apart":
         images, texts = candidate.files
         return "texts in folders like those of the images", {"format": "text", "annotations": texts, "images": images}
-    keys, first = _sources(candidate.files, names), root / candidate.files[0]
+    first = root / candidate.files[0]
+    keys = _sources(candidate.files, names, by_folder=not first.name.endswith((*TAR_ENDINGS, ".parquet")))
     if first.name.endswith(TAR_ENDINGS):
         return TARS, keys
     binary: list[str] = []  # columns that contain images
@@ -186,16 +204,23 @@ def _text_keys(texts: Sequence[str], names: Sequence[str]) -> Values:
     return keys | {"annotations": top or "."}
 
 
-def _sources(files: Sequence[str], names: Sequence[str]) -> Values:
-    """The keys for annotation files: one file or pattern, or sources with the splits that the file names contain."""
-    by_split: dict[str | None, list[str]] = {}
-    for name in files:
-        by_split.setdefault(split_in_name(name), []).append(name)
-    if len(files) == 1 or None in by_split:
-        sources = [{"annotations": pattern} for pattern in _patterns(files, names)]
-        return sources[0] if len(sources) == 1 else {"sources": sources}
-    groups = [(split, pattern) for split, group in by_split.items() for pattern in _patterns(group, names)]
-    return {"sources": [{"annotations": pattern, "split": split} for split, pattern in groups]}
+def _sources(files: Sequence[str], names: Sequence[str], *, by_folder: bool) -> Values:
+    """The keys for annotation files: one file or pattern, or sources with the splits that the file names contain.
+
+    by_folder: files in different folders are different sources, because each may have a folder of images.
+    """
+    splits = {name: split_in_name(name) for name in files}
+    has_splits = len(files) > 1 and None not in splits.values()
+    groups: dict[tuple[str | None, str], list[str]] = {}
+    for name, split in splits.items():
+        folder = name.rpartition("/")[0] if by_folder else ""
+        groups.setdefault((split if has_splits else None, folder), []).append(name)
+    sources: list[Values] = [
+        {"annotations": pattern} | ({"split": split} if has_splits else {})
+        for (split, _), group in groups.items()
+        for pattern in _patterns(group, names)
+    ]
+    return {"sources": sources} if has_splits or len(sources) > 1 else sources[0]
 
 
 def _patterns(files: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -257,16 +282,25 @@ def survey(place: str) -> Survey:
         except UserError as error:
             failure = failure or error
             continue
-        others = {name for other in candidates if other.form == "files" for name in other.files}
-        if unused := sorted(others.difference(candidate.files)):
-            found.left_out.append(f"{len(unused)} other annotation files are not used, first {shown(unused[0])}")
+        others = {"files": set[str](), "text": set[str](), "text apart": set[str]()}
+        for other in candidates:
+            others[other.form].update(other.files)
+        for form, kind in (("files", "other annotation files"), ("text", "texts beside images")):
+            if unused := sorted(others[form].difference(candidate.files)):
+                found.left_out.append(f"{len(unused)} {kind} are not used, first {shown(unused[0])}")
         return found
     if failure is not None:
         raise failure
     raise UserError(
-        f"{shown(place)} has {sum(map(is_image, chosen))} images and no captions; add an annotation file, or a text "
-        "file of the same name beside each image (docs/data.md lists the forms)"
+        f"{shown(place)} has {sum(map(is_image, chosen))} images and no captions; {_unpack(chosen)}add an annotation "
+        "file, or a text file of the same name beside each image (docs/data.md lists the forms)"
     )
+
+
+def _unpack(names: Sequence[str]) -> str:
+    """The remedy for files that must be unpacked or saved in another form, with "; ", or "" if there is none."""
+    packed = next((name for name in names if name.lower().endswith(PACKED_ENDINGS)), None)
+    return "" if packed is None else f"unpack {shown(packed)}, or save it as CSV; "
 
 
 def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
@@ -274,17 +308,23 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
     form, keys = read_names(root, candidate, names)
     if candidate.form == "files" and form not in (PARQUET_WITH_IMAGES, TARS):  # they name image files
         keys = _with_images_folder(root, keys, names)
-    dataset, problems, _ = _rows(root, keys)
+    dataset, problems, left_out = _rows(root, keys)
     if problems:
         raise UserError(problems[0])
     images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
     without = [uri for uri, captions in images if not any(map(str.strip, captions))]
     if without:
         remedy = "add theirs, or remove these images"
-        if len(without) == len(dataset):
+        if len(without) == len(dataset) and form.startswith("table"):
             remedy = "add some, or set data.columns.captions to the table's column of captions"
-        problem = f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(without[0])}"
-        raise UserError(f"{shown(root)}: {problem}; {remedy}")
+        first = ImageLocation.parse(without[0])
+        problem = (
+            f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(first.name or without[0])}"
+        )
+        raise UserError("; ".join([f"{shown(root)}: {problem}", *left_out, remedy]))
+    if lists := _split_lists(root, candidate, names, dataset):
+        keys = keys | {"split_lists": lists}
+        dataset = _rows(root, keys).dataset
     uris = set(dataset.column("uri"))
     folders = {split_in_name(uri.removeprefix(root.uri).rpartition("/")[0]) for uri in uris}
     if set(dataset.split_sizes()) == {"train"} and folders & {"val", "test"} and folders & {"train", None}:
@@ -296,6 +336,29 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
     if unnamed:
         left_out.append(f"{len(unnamed)} images that no annotation names are not used, first {shown(unnamed[0])}")
     return Survey(form, root, keys, dataset, left_out)
+
+
+def _split_lists(
+    root: StoragePath, candidate: Candidate, names: Sequence[str], dataset: Dataset
+) -> dict[str, str] | None:
+    """{split: text file}, if files with the names of splits begin with an image of a data set without splits."""
+    known = {_base(uri) for uri in dataset.column("uri")}
+    lists: dict[str, str] = {}
+    for name in names if dataset.split_sizes().keys() <= {"train"} else ():
+        words = re.findall("[A-Z]?[a-z]+", _base(name))  # for Flickr_8k.trainImages.txt
+        split = next((SPLIT_WORDS[word.lower()] for word in words if word.lower() in SPLIT_WORDS), None)
+        if split is None or not name.endswith(".txt") or name in candidate.files:
+            continue
+        with opened(root / name) as file:
+            line = file.readline(MAX_NAME_BYTES).decode("utf-8-sig", errors="replace").split()
+        if line and _base(line[0]) in known:
+            lists.setdefault(split, name)
+    return lists if lists.keys() & {"val", "test"} else None
+
+
+def _base(name: str) -> str:
+    """The last part of a path, as names are compared."""
+    return plain_name(name).rpartition("/")[2]
 
 
 def _rows(root: StoragePath, keys: Values) -> Annotations:
@@ -327,15 +390,31 @@ def _with_images_folder(root: StoragePath, keys: Values, names: Sequence[str]) -
         if images and images[0].startswith(("http:/", "https:/")):  # one slash, because the reader reduces // to /
             problem = f"{annotations} names images on the web such as {shown(images[0])}"
             raise UserError(f"{problem}; download them into its folder, and replace the addresses by their file names")
-        own = source["annotations"].rpartition("/")[0]
+        own, split = source["annotations"].rpartition("/")[0], split_in_name(source["annotations"])
         counts = {
             folder: len(known.intersection(plain_name(f"{folder}/{image}".removeprefix("/")) for image in images))
             for folder in dict.fromkeys(["", own, *frequent])
         }
-        best = max(counts, key=counts.__getitem__)
+
+        def fitness(folder: str) -> tuple[int, bool, bool]:
+            """Of several folders with these names, that of the same split is meant, or that beside the annotations."""
+            is_beside = own != "" and f"{folder}/".startswith(f"{own}/")
+            return counts[folder], split is not None and split_in_name(folder) == split, is_beside
+
+        best = max(counts, key=fitness)
+        if not images:
+            raise UserError(f"{annotations} is empty; put the images beside it")
         if not counts[best]:
-            problem = f"names images such as {shown(images[0])}, which are not below {root}" if images else "is empty"
-            raise UserError(f"{annotations} {problem}; put the images beside it")
+            stem = _base(images[0]).rpartition(".")[0] or _base(images[0])
+            near = next(
+                (name for name in known if _base(name).rpartition(".")[0].lower() == stem.strip().lower()), None
+            )
+            remedy = f"{_unpack(names)}put the images beside it"
+            if near is not None:
+                remedy = f"write whole names of files, such as {shown(_base(near))}"
+            raise UserError(
+                f"{annotations} names images such as {shown(images[0])}, which are not below {root}; {remedy}"
+            )
         return source | {"images": best} if best else source
 
     if "sources" in keys:

@@ -51,6 +51,7 @@ IMAGE_ENDINGS = (
     ".pnm", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
 OTHER_ENDINGS = (".arw", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef", ".psd", ".svg", ".tga")  # not read
+TEXT_ENDINGS = (".txt", ".caption")  # of files with the captions of the image of the same name
 UNTYPED_ENDINGS = (".csv", ".tsv", ".txt", ".token", ".caption")  # of tables in which every value is text
 _NUMBER = re.compile("0|-?[1-9][0-9]{0,18}")  # the texts of whole numbers, of which each number has one
 MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
@@ -574,4 +575,5 @@ def lines_of(data: bytes, name: str) -> list[str]:
 
 def malformed(location: str, error: Exception) -> UserError:
     """The error for an entry that a reader cannot read."""
-    return UserError(f"{location} is malformed ({type(error).__name__}: {error})")
+    problem = f"has no {error}" if isinstance(error, KeyError) else f"is malformed ({type(error).__name__}: {error})"
+    return UserError(f"{location} {problem}; correct it, or name another annotation file")

@@ -241,7 +241,8 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             rows.add(*source.id_and_split(entry, name, whole_name, location), uri, captions, location)
         elif not isinstance(image, str) or not image:
             column = " or ".join(source.column_names["image"])
-            raise UserError(f"{location} has no text in the column {column}; the columns are {shorten(entry)}")
+            found = f"{location} has no text in the column {column}; the columns are {shorten(entry)}"
+            raise UserError(f"{found}; data.columns.image names that of the images' file names")
         else:
             uri, name = source.find(image, location)
             stated = source.value(entry, "split", location)
