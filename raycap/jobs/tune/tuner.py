@@ -28,7 +28,6 @@ import ray
 from pydantic import TypeAdapter
 from ray import tune
 from ray.tune.callback import CallbackList
-from ray.tune.execution.experiment_state import _find_newest_experiment_checkpoint
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
@@ -165,9 +164,7 @@ def _can_restore(path: str, filesystem: pyarrow.fs.FileSystem | None, *, uses_op
     if not tune.Tuner.can_restore(path, storage_filesystem=filesystem):
         return False
     place = filesystem or pyarrow.fs.LocalFileSystem()
-    before, after = TuneController.CKPT_FILE_TMPL.split("{}")  # around the time of the process in the files' names
-    newest = Path(_find_newest_experiment_checkpoint(path, place) or "")
-    session = newest.name.removeprefix(before).removesuffix(after)
+    session = _newest_session(path, place)
 
     def content(name: str) -> bytes:
         return place.open_input_stream(f"{path}/{name.format(session)}").readall()
@@ -179,6 +176,13 @@ def _can_restore(path: str, filesystem: pyarrow.fs.FileSystem | None, *, uses_op
         return has_trials and all(content(name).endswith(b".") for name in names)  # pickles end with a full stop
     except (FileNotFoundError, ValueError):
         return False
+
+
+def _newest_session(path: str, place: pyarrow.fs.FileSystem) -> str:
+    """The time of the newest process that has written a snapshot, as it is in the files' names. "" without any."""
+    names = [file.base_name for file in place.get_file_info(pyarrow.fs.FileSelector(path))]
+    found = [re.fullmatch(TuneController.CKPT_FILE_TMPL.format("(.+)"), name) for name in names]
+    return max((match[1] for match in found if match), default="")
 
 
 def _variants(search: Search) -> Values:

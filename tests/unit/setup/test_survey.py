@@ -88,6 +88,46 @@ def test_texts_may_be_in_folders_like_those_of_the_images(tmp_path: Path, images
     assert found.left_out == ["1 texts beside no image are not used, first further.txt"]
 
 
+@pytest.mark.parametrize("place", ["images/{split}", "{split}2017", "{split}/images"])
+def test_images_of_equal_names_are_those_of_the_split(tmp_path: Path, images: list[Captioned], place: str) -> None:
+    for split in ("train", "val", "test"):
+        part = [image._replace(name=f"{n}.png") for n, image in enumerate(i for i in images if i.split == split)]
+        write_images(tmp_path / place.format(split=split), part)
+        folder = tmp_path / (split if place.endswith("images") else "annotations")
+        folder.mkdir(exist_ok=True)
+        rows = ({"image": image.name, "captions": list(image.captions)} for image in part)
+        (folder / f"captions_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = survey(str(tmp_path))
+    wanted = {image.split: place.format(split=image.split) for image in images}
+    for uri, split in zip(found.dataset.column("uri"), found.dataset.column("split"), strict=True):
+        assert Path(uri).parent == tmp_path / wanted[split]
+    assert found.left_out == []
+
+
+def test_lists_of_flickr8k_are_its_splits(tmp_path: Path, images: list[Captioned]) -> None:
+    write_images(tmp_path / "Images", images)
+    lines = [f"{image.name}#{n}\t{text}\n" for image in images for n, text in enumerate(image.captions)]
+    (tmp_path / "Flickr8k.token.txt").write_text("".join(lines))
+    for split, name in (("train", "train"), ("val", "dev"), ("test", "test")):
+        names = [f"{image.name}\n" for image in images if image.split == split]
+        (tmp_path / f"Flickr_8k.{name}Images.txt").write_text("".join(names))
+    found = survey(str(tmp_path))
+    expected = {str(tmp_path / "Images" / image.name): image.split for image in images}
+    assert dict(zip(found.dataset.column("uri"), found.dataset.column("split"), strict=True)) == expected
+
+
+def test_files_without_captions_hide_no_others(tmp_path: Path, images: list[Captioned]) -> None:
+    write_images(tmp_path, images)
+    (tmp_path / "train.csv").write_text("image,caption\n" + "".join(f"{i.name},{i.captions[0]}\n" for i in images))
+    (tmp_path / "test.csv").write_text("image\nx.png\n")
+    assert survey(str(tmp_path)).left_out == ["1 other annotation files are not used, first test.csv"]
+    (tmp_path / "train.csv").unlink()
+    lists = [{"image": image.name, "caption": image.captions[0]} for image in images]
+    (tmp_path / "set_train.json").write_text(json.dumps(lists))
+    (tmp_path / "set_gt.json").write_text(json.dumps({"images": [{"id": 1}], "annotations": []}))
+    assert len(survey(str(tmp_path)).dataset) == len(images)
+
+
 def test_a_second_annotation_file_is_counted(tmp_path: Path, images: list[Captioned]) -> None:
     FORMS["metadata.jsonl"](tmp_path, images)
     (tmp_path / "zoo.csv").write_text(f"image,caption\n{images[0].name},a cat\n")
