@@ -17,6 +17,7 @@ from raycap.jobs.seeds import group_id, seed_configs
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
+from raycap.pipeline.config.sections import split_name
 from raycap.pipeline.config.shipped import named_data
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import data_root, find_data, read_annotations
@@ -82,7 +83,7 @@ def evaluate(
     named = find_bundles("--model", models or (), data_config)
     if not named:
         _require_run(run_config, stage)
-    images = find_images(data_config, splits or data_config.data.test_splits)
+    images = find_images(data_config, [*map(split_name, splits or data_config.data.test_splits)])
     if named:
         by_label, evaluated_config = {f"model {number}": bundle for number, bundle in enumerate(named, 1)}, data_config
     else:

@@ -13,7 +13,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.languages import ENGLISH, code_problem
 from raycap.pipeline.config.load import parse_section, read_file
-from raycap.pipeline.config.sections import ScoreInputsSection
+from raycap.pipeline.config.sections import ScoreInputsSection, split_name
 from raycap.pipeline.data.caption_files import read_n_best, read_predictions
 from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.errors import UserError
@@ -71,6 +71,7 @@ def score(
     candidates = read_predictions(predictions)
     if images is not None and not images.is_dir():
         raise UserError(f"--images {images}: no such folder; give the folder of the images")
+    split = None if split is None else split_name(split)
     dataset = read_references(references, split, images)
     texts = dataset.references()
     source = f"split {split} of {references}" if split else str(references)

@@ -79,9 +79,10 @@ class Dataset:
 
         Raises UserError for an id that is no number, or that several files use.
         """
-        if SOURCE_ID.name in self.table.column_names and len(sources := self.table[SOURCE_ID.name].drop_null()):
-            problem = f"{shown(sources[0])} is not one, or another image has it, too"
-            raise UserError(f"features.hdf5: regions are found by whole numbers as ids of images; the id {problem}")
+        for number, source in zip(self.column("image_id"), self.source_ids(), strict=True):
+            if source != number and not (isinstance(source, str) and source.isdecimal() and int(source) == number):
+                problem = f"the id {shown(source)} is no whole number, or two images have it"
+                raise UserError(f"features.hdf5: the features of regions are found by the ids of images; {problem}")
         ids = pc.cast(self.table["image_id"], pa.string())
         return self.with_column("key", pc.binary_join_element_wise("id", ids, "-"))
 
@@ -90,7 +91,7 @@ class Dataset:
         return self.table[name].to_pylist()
 
     def source_ids(self) -> list[ImageId]:
-        """The ids in the annotation files, which results have. Only within a split they are distinct."""
+        """The ids in the annotation files, which results have. They are distinct only within a split."""
         numbers = self.column("image_id")
         if SOURCE_ID.name not in self.table.column_names:
             return numbers

@@ -212,6 +212,8 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     with _bad_images():
         try:
             image = _load(data, max_pixels)
+        except (BadImage, MemoryError):
+            raise
         except Exception:  # Pillow refuses a file with whole pixels if its metadata are damaged or long
             image = _load(_without_metadata(data), max_pixels)
         with suppress(Exception):  # damaged EXIF data count as none

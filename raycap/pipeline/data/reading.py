@@ -363,13 +363,14 @@ def read_text_files(source: Source, place: StoragePath, rows: Rows) -> Iterator[
     """
     folder = source.annotations
     with errors_named(folder):
-        found = sorted({name for each in {place, folder} for name in each.names(rows.leave_out)})
+        texts = sorted(folder.names(rows.leave_out))
+        found = texts if place is folder else sorted(place.names(rows.leave_out))
     for name in found:
         if kind := unused_kind(name):
             rows.leave_out(kind, name)
-    names = [name for name in found if not is_hidden(name)]
-    images = [name for name in names if is_image(name)]
-    text_of = {name.rpartition(".")[0]: name for name in names if name.lower().endswith(TEXT_ENDINGS)}
+    images = [name for name in found if is_image(name) and not is_hidden(name)]
+    texts = [name for name in texts if name.lower().endswith(TEXT_ENDINGS) and not is_hidden(name)]
+    text_of = {name.rpartition(".")[0]: name for name in texts}
     stems, top = {name.rpartition(".")[0] for name in images}, os.path.realpath(folder.uri)
     for stem, name in list(text_of.items()):
         path = Path(folder.uri, name)
@@ -395,8 +396,8 @@ def add_text_files(source: Source, _: None, rows: Rows) -> None:
     """Adds the images of a folder. An image's id is a hash of its name. Raises UserError if there is no image."""
     count = rows.count
     folder, folder_name = source.annotations, source.annotations_name
-    if source.images is not None and source.images_name not in ("", "."):  # the texts are in folders of their own
-        folder, folder_name = source.images, source.images_name
+    if source.images not in (None, folder) and not any(map(is_image, folder.names())):
+        folder, folder_name = source.images, source.images_name  # the texts are in folders of their own
     for name, captions in read_text_files(source, folder, rows):
         location = str(folder / name)
         image_id, split = source.id_and_split({}, name, prefix_of(folder_name) + name, location)

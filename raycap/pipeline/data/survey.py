@@ -33,6 +33,7 @@ from raycap.pipeline.data.formats.source import (
     is_image,
     matches,
     opened,
+    read_split_lists,
     split_in_name,
 )
 from raycap.pipeline.data.formats.table import MIXED_ENDINGS, TABLE_ENDINGS, read_head
@@ -111,7 +112,7 @@ def _alike(root: StoragePath, files: Sequence[str]) -> Iterator[tuple[str, ...]]
     """Yields the JSON files that are lists, as in LAVIS, and those that are objects, which are never one data set."""
     lists = []
     with suppress(UserError):  # the reader says what is wrong
-        lists = [name for name in files if read_head(root / name).is_table]
+        lists = [name for name in files[:MAX_SOURCES] if read_head(root / name).is_table]
     yield from filter(None, [tuple(lists), tuple(name for name in files if name not in lists)])
 
 
@@ -282,11 +283,10 @@ def survey(place: str) -> Survey:
         except UserError as error:
             failure = failure or error
             continue
-        others = {"files": set[str](), "text": set[str](), "text apart": set[str]()}
-        for other in candidates:
-            others[other.form].update(other.files)
+        others = list(candidates)
         for form, kind in (("files", "other annotation files"), ("text", "texts beside images")):
-            if unused := sorted(others[form].difference(candidate.files)):
+            names_of_form = {name for other in others if other.form == form for name in other.files}
+            if unused := sorted(names_of_form.difference(candidate.files)):
                 found.left_out.append(f"{len(unused)} {kind} are not used, first {shown(unused[0])}")
         return found
     if failure is not None:
@@ -347,13 +347,18 @@ def _split_lists(
     for name in names if dataset.split_sizes().keys() <= {"train"} else ():
         words = re.findall("[A-Z]?[a-z]+", _base(name))  # for Flickr_8k.trainImages.txt
         split = next((SPLIT_WORDS[word.lower()] for word in words if word.lower() in SPLIT_WORDS), None)
-        if split is None or not name.endswith(".txt") or name in candidate.files:
+        if split is None or split in lists or not name.endswith(".txt") or name.count("/") > 1:
             continue
-        with opened(root / name) as file:
+        with suppress(UserError), opened(root / name) as file:
             line = file.readline(MAX_NAME_BYTES).decode("utf-8-sig", errors="replace").split()
-        if line and _base(line[0]) in known:
-            lists.setdefault(split, name)
-    return lists if lists.keys() & {"val", "test"} else None
+            if name not in candidate.files and line and _base(line[0]) in known:
+                lists[split] = name
+    if not lists.keys() & {"val", "test"}:
+        return None
+    with suppress(UserError):  # lists that contradict each other are not used
+        read_split_lists(root, lists)
+        return lists
+    return None
 
 
 def _base(name: str) -> str:

@@ -162,7 +162,7 @@ class StoragePath:
     def names(self, leave_out: Callable[[str, str], None] = lambda _kind, _name: None) -> Iterator[str]:
         """Yields the relative name of each file below this folder, also behind links to folders, and of broken links.
 
-        A folder is read once. Its own name goes before those of links to it, so that no link leads in circles.
+        A folder is read once, so that no link leads in circles. Links to folders above this one are not followed.
         leave_out: called with (kind, name) for each link and folder that is not read. Raises OSError if the folder
         exists and cannot be listed.
         """
@@ -175,6 +175,9 @@ class StoragePath:
         for link in links:  # which the loop appends to
             if os.path.realpath(link) in known:
                 leave_out("links to folders that are read under another name", link)
+                continue
+            if link != self.uri and os.path.realpath(self.uri).startswith(os.path.realpath(link).rstrip("/") + "/"):
+                leave_out("links to folders above them", link)
                 continue
             for folder, folders, files in os.walk(link, onerror=lambda error: leave_out(UNLISTED, error.filename)):
                 real, prefix = os.path.realpath(folder), f"{folder.rstrip('/')}/"

@@ -71,13 +71,15 @@ def test_ids_that_are_no_numbers_have_a_hash_in_the_data_set(tmp_path: Path) -> 
     """The file's id is kept. The name of an image stands for a missing id. Regions need numbers."""
     rows = [{"image": f"{n}.png", "id": value} for n, value in enumerate(["u0", "17", 18.0, None, ""])]
     dataset = table(tmp_path, *rows)
-    hashes = [id_of_name(name) for name in ('t.jsonl "u0"', 't.jsonl "17"', "3.png", "4.png")]
-    assert dataset.column("image_id") == [*hashes[:2], 18, *hashes[2:]]
+    hashes = [id_of_name(name) for name in ("0.png", "3.png", "4.png")]
+    assert dataset.column("image_id") == [hashes[0], 17, 18, *hashes[1:]]
     assert dataset.source_ids() == ["u0", "17", 18, "3.png", "4.png"]
     dataset.save(tmp_path / "data.arrow")
     assert Dataset.load(tmp_path / "data.arrow").source_ids() == dataset.source_ids()
-    with pytest.raises(UserError, match='regions are found by whole numbers as ids of images; the id "u0" is not one'):
+    with pytest.raises(UserError, match="by the ids of images; the id u0 is no whole number"):
         dataset.keyed_by_id()
+    numbers = table(tmp_path, {"image": "a.png", "id": "007"}, {"image": "b.png", "id": -1})
+    assert numbers.keyed_by_id().column("key") == ["id-7", "id--1"]
     (tmp_path / "val.txt").write_text("0.png u0\n")
     assert table(tmp_path, *rows, split_lists={"val": "val.txt"}).column("split") == ["val"] + ["train"] * 4
 
@@ -366,7 +368,8 @@ NFC, NFD = (unicodedata.normalize(form, "caf\u00e9.png") for form in ("NFC", "NF
         ("my dog.png", "my dog.png"),
         ("my dog.png", "my dog.png 17"),
         ("x/a.png", "a.png"),
-        ("x/a.png", "y\\a.png"),
+        ("y/x/a.png", "x\\a.png"),
+        ("a.png", "x/a.png"),
         (NFC, NFD),
         (NFD, NFC),
     ],

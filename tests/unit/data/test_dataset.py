@@ -52,7 +52,7 @@ def test_karpathy_is_read_with_restval_as_training(tmp_path: Path) -> None:
     [
         (lambda data: data["images"][0].update(filename="../../etc/passwd"), "outside"),
         (lambda data: data["images"][0].update(filepath="/etc"), "outside"),
-        (lambda data: data["images"][0].pop("sentences"), r"images\[0\] is malformed"),
+        (lambda data: data["images"][0].pop("sentences"), r"images\[0\] has no 'sentences'"),
         (lambda data: data["images"][1].update(cocoid=100), "repeats the image id 100"),
         (lambda data: data["images"][0].update(sentences=[{"raw": " . "}]), "no caption with a word"),
         (lambda data: data["images"][0].update(sentences=[{"raw": "\ud800"}]), r"images\[0\] is malformed"),

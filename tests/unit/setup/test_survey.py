@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[str, bytes | str, str]] = {  # {what: (file name, conte
     "UTF-16 lines": ("c.jsonl", '{"image": "0.jpg"}\n'.encode("utf-16"), "not text in UTF-8.*save it as UTF-8"),
     "Latin-1": ("captions.txt", (HEADER + "0.jpg,café").encode("latin-1"), "byte 23.; save it as UTF-8"),
     "repeated": ("c.csv", "image,caption,caption\n0.jpg,a,b\n", "names the column 'caption' twice; rename one of them"),
-    "no delimiter": ("c.tsv", "image\n0.jpg\n", "its first line has no names of columns with commas, tabs"),
+    "no delimiter": ("c.tsv", "foo\n0.jpg\n", "its first line has no names of columns with commas, tabs"),
     "commas": ("c.csv", "image,caption,split\n0.jpg,a, b,val\n", "line 2 has 4 values.*put texts with commas into"),
     "open quote": ("c.csv", 'image,caption,split\n0.jpg,a,val\n0.jpg,"a, b,val\n', "line 3 has 4.*not closed"),
     "unknown columns": (

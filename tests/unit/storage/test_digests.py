@@ -86,5 +86,6 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     names = sorted(place.names(lambda *each: left_out.append(each)))
     assert names == ["a/.b.txt", "test/c.jpg", "test/deep/d.jpg", "train/a.jpg", "x"]
     kind = "links to folders that are read under another name"
-    assert left_out == [(kind, f"{place}/again"), (kind, f"{place}/test/loop")], "no file below a/up is new"
+    assert left_out.pop(1) == ("links to folders above them", f"{place}/a/up")
+    assert left_out == [(kind, f"{place}/again"), (kind, f"{place}/test/loop")]
     assert not [*(place / "missing").names(), *(place / "train/a.jpg").names()]

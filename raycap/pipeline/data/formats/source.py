@@ -54,6 +54,7 @@ OTHER_ENDINGS = (".arw", ".cr2", ".dng", ".heic", ".heif", ".jp2", ".jxl", ".nef
 TEXT_ENDINGS = (".txt", ".caption")  # of files with the captions of the image of the same name
 UNTYPED_ENDINGS = (".csv", ".tsv", ".txt", ".token", ".caption")  # of tables in which every value is text
 _NUMBER = re.compile("0|-?[1-9][0-9]{0,18}")  # the texts of whole numbers, of which each number has one
+_DIGITS = re.compile("[0-9]{1,18}")  # other texts of numbers
 MAX_ANNOTATION_BYTES = 2 * 2**30  # limit of a file that is read as a whole; large annotation files have 1 GB
 MAX_FILES = 100_000  # files that one pattern may name
 _BRACES = re.compile(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}")
@@ -96,7 +97,7 @@ class Identity(NamedTuple):
 class Splits:
     """How images get their splits: from lists, or by fractions for images without any split."""
 
-    lists: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # {file name or id: (split, file name)}
+    lists: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # the result of `read_split_lists`
     fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; if empty, all images are in train
     seed: int = 0
     by_folder: bool = False  # whether folders for validation and test decide
@@ -105,10 +106,11 @@ class Splits:
 
     def listed(self, *names: str) -> str | None:
         """The split whose list contains one of these names or ids of an image. None if no list does."""
-        for name in names if self.lists else ():
-            if entry := self.lists.get(plain_name(name).rsplit("/", 1)[-1]):
-                self.found.add(entry[1])
-                return entry[0]
+        for name in map(plain_name, names if self.lists else ()):
+            for known in (*_ends(name), name if "/" in name else f"/{name}"):
+                if entry := self.lists.get(known):
+                    self.found.add(entry[1])
+                    return entry[0]
         return None
 
     def drawn(self, name: str) -> str:
@@ -151,26 +153,38 @@ def _digest(name: str) -> bytes:
         raise UserError(f"the name {quoted(name)} of an image is not text in UTF-8; rename the file") from error
 
 
-def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """{file name or id of an image: (its split, its file name)}.
+def _ends(name: str) -> Iterator[str]:
+    """Yields a path, and the paths that remain when its first folders are removed one after the other."""
+    while name:
+        yield name
+        name = name.partition("/")[2]
 
-    lists: {split: file in which each line has an image's file name, and maybe its id}. If a line has no id and its file
-    name is a number, the number also counts as the id.
+
+def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """{end of an image's path, or its id: (its split, its name in the list)}.
+
+    lists: {split: file in which each line has an image's path, and maybe its id}. If a line has no id and its file name
+    is a number, the number also counts as the id. The file name alone of a line with folders has the key /NAME, because
+    it stands only for an image without folders.
     """
     split_of: dict[str, tuple[str, str]] = {}
     for split, name in lists.items():
         path = root / name
         lines = read_file(path).decode("utf-8-sig", errors="replace").splitlines()
         for line in filter(None, map(str.strip, map(plain_name, lines))):
-            words = [line] if is_image(line) else line.rsplit(None, 1)  # a file name may contain blanks
-            filename = words[0].rsplit("/", 1)[-1]
-            known, _ = split_of.setdefault(filename, (split, filename))
+            possible = line.split(), [line], line.rsplit(None, 1)  # a file name may contain blanks
+            words = next((words for words in possible if is_image(words[0])), line.split())
+            name = words[0]
+            known, _ = split_of.setdefault(name, (split, name))
             if known != split:
-                raise UserError(f"data.split_lists: {quoted(filename)} is in {known} and again in {path}")
+                raise UserError(f"data.split_lists: {quoted(name)} is in {known} and again in {path}")
+            *folders, filename = _ends(name)
+            for end in (*folders[1:], f"/{filename}" if folders else filename):
+                split_of.setdefault(end, (split, name))
             if len(words) > 1:
-                split_of.setdefault(words[1], (split, filename))
+                split_of.setdefault(words[1], (split, name))
             elif filename.isdecimal() and len(filename) < 20:  # a longer number cannot be an id of 64 bits
-                split_of[str(int(filename))] = split, filename
+                split_of[str(int(filename))] = split, name
     return split_of
 
 
@@ -338,8 +352,12 @@ class Source:
         """The result of `inside` for an image. The path or URI is "" if no images are read."""
         return ("", os.path.normpath(name)) if self.images is None else inside(self.images, name, location)
 
-    def image_id(self, value: Any, location: str) -> Identity:
-        """The id that an annotation file gives an image. Raises UserError if it is neither a whole number nor text."""
+    def image_id(self, value: Any, location: str, name: str | None = None) -> Identity:
+        """The id that an annotation file gives an image. Raises UserError if it is neither a whole number nor text.
+
+        name: of the image in the data set, whose hash is the number of an id that is no number. By default it is made
+        of the annotation file's name and the id.
+        """
         is_untyped = self.annotations.name.removesuffix(".gz").endswith(UNTYPED_ENDINGS)
         is_number = is_untyped and isinstance(value, str) and _NUMBER.fullmatch(value)
         if is_number or (isinstance(value, float) and value.is_integer()):
@@ -348,8 +366,10 @@ class Source:
             raise UserError(f"{location}: the id {quoted(value)} is neither a whole number nor text; correct it")
         if isinstance(value, int) and -(2**63) <= value < 2**63:
             return Identity(value)
-        text = json.dumps(value)
-        return Identity(id_of_name(f"{self.annotations_name} {text}"), text)
+        is_number = isinstance(value, str) and _DIGITS.fullmatch(value)
+        if is_number:
+            return Identity(int(value), json.dumps(value))
+        return Identity(id_of_name(name or f"{self.annotations_name} {json.dumps(value)}"), json.dumps(value))
 
     def id_and_split(
         self, entry: Mapping[str, object], own_name: str, name: str, location: str
@@ -365,7 +385,7 @@ class Source:
             image_id = Identity(id_of_name(name), json.dumps(own_name), is_name=True)
             split = self.splits.listed(own_name)
         else:
-            image_id = self.image_id(identifier, location)
+            image_id = self.image_id(identifier, location, name)
             split = self.splits.listed(own_name, str(identifier))
         if split is None:
             split = self.value(entry, "split", location)
@@ -378,13 +398,14 @@ class Source:
 
 @lru_cache(maxsize=100)
 def columns_named(wanted: tuple[str, ...], columns: tuple[str, ...], role: str) -> tuple[str, ...]:
-    """The columns with the first of the wanted names that a table has, whatever their case and the blanks around them.
+    """The columns with the first of the wanted names that a table has.
 
-    role: a column of COLUMNS. The names of captions may end in numbers, such as caption_0, caption_1.
+    role: a column of COLUMNS. If no column has such a name exactly, case and blanks around it do not count, and the
+    names of captions may end in numbers, such as caption_0, caption_1.
     """
+    if exact := next((name for name in wanted if name in columns), None):
+        return (exact,)
     for name in wanted:
-        if name in columns and role != "captions":
-            return (name,)
         pattern = re.compile(re.escape(name) + (_NUMBERED if role == "captions" else ""), re.IGNORECASE)
         if found := tuple(column for column in columns if pattern.fullmatch(column.strip())):
             return found
@@ -512,8 +533,9 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
                 "in a file and in a split"
             )
         seen |= places
-        if sources[row] is None:
-            numbers[row], sources[row] = id_of_name(f"{files[row]} {text}"), text
+        if not is_name:
+            source = text if sources[row] is None else sources[row]
+            numbers[row], sources[row] = id_of_name(f"{files[row]} {text}"), source
     if pc.any(pc.and_(is_repeated, table["is_name"])).as_py():
         folder = prefix_of(os.path.commonprefix(files).rpartition("/")[0])  # noqa: RUF071 (character by character)
         for row in np.flatnonzero(table["is_name"].to_numpy()).tolist():

@@ -13,7 +13,18 @@ from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import Identity, Rows, Source, as_texts, is_image, opened, prefix_of, read_file
+from raycap.pipeline.data.formats.source import (
+    COLUMNS,
+    Identity,
+    Rows,
+    Source,
+    as_texts,
+    columns_named,
+    is_image,
+    opened,
+    prefix_of,
+    read_file,
+)
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten
@@ -131,6 +142,8 @@ def _read_header(line: str) -> Header:
     if "\0" in line:
         raise UnicodeDecodeError("utf-8", b"", line.index("\0"), 0, "is of another encoding")
     delimiter = max(DELIMITERS, key=line.count)
+    if delimiter not in line and columns_named(COLUMNS["image"], (line.strip(),), "image"):
+        return Header((line.strip(),), delimiter)  # images without captions
     if delimiter not in line:
         raise ValueError("its first line has no names of columns with commas, tabs, | or ; between them")
     first, delimiter_after, rest = re.split(f"([{DELIMITERS}])", line, maxsplit=1)

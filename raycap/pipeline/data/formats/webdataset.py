@@ -135,7 +135,8 @@ def read_samples(source: Source) -> tuple[list[Sample], list[tuple[str, str]]]:
                     sample.entry = {name: entry[name] for name in kept}  # no other keys, to save memory
     for key, sample in samples.items():
         whole = samples.get(_first_key(key), sample)
-        if sample.image is None or sample.captions or sample.entry or whole is sample:
+        has_captions = sample.captions or source.columns_in(sample.entry, "captions")
+        if sample.image is None or has_captions or whole is sample:
             continue
         if whole.image is None:
             whole.image = sample.image
