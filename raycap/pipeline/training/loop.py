@@ -214,7 +214,7 @@ class StageRun:
         references, language = validation.texts_by_image(self.vocabulary.tokenizer), config.data.language
         self.validation_reward = CiderDReward(references, self.vocabulary, eos=False, language=language)
         self.validation_rows = {image: row for row, image in enumerate(validation.column("image_id"))}
-        self.validation_ids = validation.source_ids()
+        self.validation_ids = dict(zip(validation.column("image_id"), validation.source_ids(), strict=True))
         self.total = total_steps(stage, self.batches.num_samples)
         self.objective = make_objective(stage, self.captioner, train, self.vocabulary, language)
         self.optimizer = make_optimizer(self.captioner, stage.optimizer, stage.lr)
@@ -354,8 +354,7 @@ class StageRun:
             score = self._score(best)
             if score > progress.best_score:
                 progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
-                hypotheses = zip(self.validation_ids, best.values(), strict=True)
-                captions = {image: hypothesis.caption for image, hypothesis in hypotheses}
+                captions = {self.validation_ids[image]: hypothesis.caption for image, hypothesis in best.items()}
                 output.save_best(self.captioner, progress.step, captions)
                 if self.stage.objective == "scst" and score < NO_CIDER:
                     output.log("warning", progress.step, {"text": CANNOT_CLIMB})
