@@ -235,7 +235,7 @@ def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path,
 
 
 def test_a_deleted_experiment_or_run_can_be_restored(tmp_path: Path, log_lines: list[str]) -> None:
-    """The run goes on without the tracker, and the line names the remedy, after which `raycap sync` sends the rest."""
+    """The run continues without the tracker. The line names the remedy, after which `raycap sync` sends the rest."""
     tracking = {"enabled": True, "experiment": "photos"}
     folder, _ = prepare_run(tmp_path, tracking=tracking)
     config = write_config(tmp_path / "run.yaml", small_config(tmp_path, tracking=tracking))

@@ -377,7 +377,7 @@ class Source:
         """The id and split of an image.
 
         The split is the first that is given by: the lists, the entry, the source, a hash of the name. own_name: the
-        image's name in the file, which stands for a missing id. name: in the data set. Raises UserError for values of a
+        image's name in the file, which replaces a missing id. name: in the data set. Raises UserError for values of a
         wrong type.
         """
         identifier = self.value(entry, "id", location)
@@ -519,6 +519,8 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
     split or an image has an id twice.
     """
     is_repeated = repeated_ids(table)
+    if not pc.any(is_repeated).as_py():
+        return table
     numbers, sources, files = (table[name].to_pylist() for name in ("image_id", SOURCE_ID.name, "file"))
     seen = set[tuple[str, str]]()
     for row in np.flatnonzero(is_repeated.to_numpy()).tolist():

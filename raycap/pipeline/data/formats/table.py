@@ -186,7 +186,7 @@ def _delimited_entries(source: Source, text: str) -> Iterator[Values]:
 
 
 def _read_row(file: io.StringIO, line: str, header: Header, most: int) -> list[str]:
-    """The values of the row that begins with a line. The file then stands behind the row.
+    """The values of the row that begins with a line. The file is then read up to the end of the row.
 
     A row that is not as in a CSV file, for example because a caption begins with a quote that nothing closes, is
     divided at its delimiters. most: the number of these; further ones are in the caption.

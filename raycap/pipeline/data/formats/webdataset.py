@@ -109,7 +109,6 @@ def read_samples(source: Source) -> tuple[list[Sample], list[tuple[str, str]]]:
     title = f"annotation file {source.annotations}"
     samples: dict[str, Sample] = {}
     left_out: list[tuple[str, str]] = []
-
     with opened(source.annotations) as file:
         for member in tar_members(file, title, left_out):
             name = member.name.removeprefix("./")
@@ -177,8 +176,10 @@ def add_samples(source: Source, found: tuple[list[Sample], list[tuple[str, str]]
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
         image_id, split = source.id_and_split(sample.entry, member.name, name, location)
-        captions = sample.captions or source.captions(sample.entry, location)
-        if source.columns_in(sample.entry, "captions") and source.captions(sample.entry, location) != captions:
+        is_in_json = not sample.captions or source.columns_in(sample.entry, "captions")
+        in_json = source.captions(sample.entry, location) if is_in_json else []
+        captions = sample.captions or in_json
+        if in_json and in_json != captions:
             rows.leave_out("captions in JSON beside a text with other captions", name)
         uri = ImageLocation(source.annotations, (member.start, member.length), member.name).uri
         rows.add(image_id, split, uri, as_texts(captions, location, rows), location)
