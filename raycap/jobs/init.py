@@ -52,7 +52,8 @@ def init(
     counts = counts_of(found, language)
     for key, text in _summary(found, language, counts).items():
         print_line(f"{key:<9} {text}")
-    for sentence in found.left_out:
+    without_words = [f"{counts.wordless} captions without a word are not used"] if counts.wordless else []
+    for sentence in found.left_out + without_words:
         print_line(f"left out  {sentence}")
     machine = Machine(len(os.sched_getaffinity(0)), torch.cuda.device_count())
     write_bytes(path, config_text(found, name, language, counts, machine, is_pretrained=pretrained).encode())

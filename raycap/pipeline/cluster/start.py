@@ -183,7 +183,7 @@ def _join(address: str) -> None:
 def _start_local_ray(num_cpus: int) -> None:
     """Starts Ray here, for this user alone.
 
-    Raises UserError if Ray could not write its files, and JobFailedError if Ray does not start in time.
+    Raises UserError if Ray could not write its files or does not start in time.
     """
     folder = private_folder() / "ray"
     if Path("/dev/shm").is_dir():  # without this look, Ray would try for more than a minute
@@ -206,7 +206,7 @@ def _start_local_ray(num_cpus: int) -> None:
             **_import_paths(),
         )
     except Exception as error:  # Ray raises no narrower error after its limits, for example on a busy machine
-        raise JobFailedError(
+        raise UserError(
             f"Ray did not start ({one_line(error)}); repeat the command, or see the logs in {folder}/session_latest"
         ) from error
     atexit.register(_shut_down)  # runs before Ray's own shutdown, because `ray` registered that earlier

@@ -140,6 +140,7 @@ class Counts(NamedTuple):
     captions: int
     per_image: int
     words: int  # NEARLY_ALL captions have at most this many words
+    wordless: int  # captions that are left out
 
 
 def counts_of(found: Survey, language: Language) -> Counts:
@@ -148,7 +149,8 @@ def counts_of(found: Survey, language: Language) -> Counts:
     train = dataset.split(*DataSection(root=found.root.uri, **found.keys).train_splits)
     per_image = Counter(len(captions) for captions in train.column("captions")).most_common(1)[0][0]
     lengths = sorted(len(tokens) for tokens in dataset.tokens(language.tokenizer))
-    return Counts(len(train), len(lengths), per_image, lengths[int(NEARLY_ALL * (len(lengths) - 1))])
+    longest = lengths[int(NEARLY_ALL * (len(lengths) - 1))]
+    return Counts(len(train), len(lengths), per_image, longest, found.dataset.num_captions - len(lengths))
 
 
 def config_text(

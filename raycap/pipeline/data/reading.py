@@ -138,9 +138,11 @@ def read_dataset(config: DataSection, root: Path | str, options: StorageOptions 
         raise UserError(problems[0])
     for sentence in left_out:
         logger.warning(sentence)
-    dataset = dataset.with_words(config.tokenizer)
-    require_splits(dataset, config)
-    return dataset
+    with_words = dataset.with_words(config.tokenizer)
+    if wordless := dataset.num_captions - with_words.num_captions:
+        logger.warning(f"{wordless} captions without a word are not used")
+    require_splits(with_words, config)
+    return with_words
 
 
 def require_splits(dataset: Dataset, config: DataSection) -> None:

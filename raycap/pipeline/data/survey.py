@@ -276,21 +276,22 @@ def survey(place: str) -> Survey:
     candidates = find_candidates(root, chosen)
     if is_file and not is_image(path.name):  # it is the only candidate, but files beside it may be its images
         candidates = iter([Candidate("files", (path.name,))])
-    failure: UserError | None = None
+    failures: list[UserError] = []
     for candidate in candidates:
         try:
             found = _read(root, candidate, names)
         except UserError as error:
-            failure = failure or error
+            failures.append(error)
             continue
+        found.left_out.extend(f"files that cannot be read: {failure}" for failure in failures)
         others = list(candidates)
         for form, kind in (("files", "other annotation files"), ("text", "texts beside images")):
             names_of_form = {name for other in others if other.form == form for name in other.files}
             if unused := sorted(names_of_form.difference(candidate.files)):
                 found.left_out.append(f"{len(unused)} {kind} are not used, first {shown(unused[0])}")
         return found
-    if failure is not None:
-        raise failure
+    if failures:
+        raise failures[0]
     raise UserError(
         f"{shown(place)} has {sum(map(is_image, chosen))} images and no captions; {_unpack(chosen)}add an annotation "
         "file, or a text file of the same name beside each image (docs/data.md lists the forms)"
@@ -479,6 +480,22 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, choices: Sequenc
     )
 
 
+def _reference_sources(
+    root: StoragePath, candidate: Candidate, names: Sequence[str], images: Path | None
+) -> list[Source]:
+    """The annotation files of a candidate. images: the folder of the images that they name, or None."""
+    keys = read_names(root, candidate, names)[1]
+    images_folder = None if images is None else storage_path(images)
+    if candidate.form == "text apart":
+        images_folder = root / keys["images"]
+    columns = ColumnSection(**keys.get("columns", {}))
+    return [
+        Source(root / name, images_folder, name, split=source.get("split"), columns=columns)
+        for source in keys.get("sources", [keys])
+        for name in find_files(root, source["annotations"])
+    ]
+
+
 def read_references(place: Path | str, split: str | None = None, images: Path | None = None) -> Dataset:
     """The images with captions of an annotation file, of the files that a pattern names, or of a folder with texts.
 
@@ -487,19 +504,19 @@ def read_references(place: Path | str, split: str | None = None, images: Path | 
     """
     path = storage_path(place)
     if not path.is_remote and path.path.is_dir():
-        root, names = path, ["."]
+        root, names = path, sorted(name for name in islice(path.names(), MAX_LISTED) if not is_hidden(name))
+        candidates = list(find_candidates(root, names))
     else:
         folder = re.split(r"[*?\[{]", path.uri)[0].rpartition("/")[0]  # the last one without wildcards
         root = StoragePath(folder or "/")
         names = find_files(root, path.uri[len(folder) + 1 :])
-    if len(names) == 1 and not (root / names[0]).exists():
-        raise UserError(f"{shown(place)} does not exist; give an annotation file, or a folder of images and texts")
-    candidate = next(find_candidates(root, names), None)
-    keys = read_names(root, candidate, names)[1] if candidate is not None and candidate.form == "files" else {}
-    columns = ColumnSection(**keys.get("columns", {}))
-    images_folder = None if images is None else storage_path(images)
+        candidates = [Candidate("files", tuple(names))]
+        if len(names) == 1 and not (root / names[0]).exists():
+            raise UserError(f"{shown(place)} does not exist; give an annotation file, or a folder of images and texts")
+    if not candidates:
+        raise UserError(f"{shown(place)} has no captions; give an annotation file, or a folder of images and texts")
     rows = Rows()
-    read_sources([Source(root / name, images_folder, name, columns=columns) for name in names], "auto", rows)
+    read_sources(_reference_sources(root, candidates[0], names, images), "auto", rows)
     if rows.problems:
         raise UserError(rows.problems[0])
     for sentence in rows.left_out:

@@ -33,6 +33,7 @@ from raycap.pipeline.runs.folder import (
 )
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
 from raycap.pipeline.runs.preflight import check_constraints, initial_backbone, max_positions
+from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import write_digests
 from raycap.pipeline.storage.path import storage_path
@@ -112,7 +113,7 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
         uri, reason = next(iter(unreadable.items()))
         raise UserError(
             f"{len(unreadable)} of {len(dataset)} images cannot be read, more than "
-            f"{config.data.stated('data.max_bad_fraction')}; the first is {uri}: {reason}"
+            f"{config.data.stated('data.max_bad_fraction')}; the first is {shown(uri)}: {reason}"
         )
     return dataset.readable()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -9,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from raycap.pipeline.errors import UserError
 
 MAX_QUOTED = 200
+_PLACE = re.compile(r"(tar|parquet):[\d+]+:")  # the begin of an image's URI, if it is in an archive or table
 MAX_ERROR = 500
 
 
@@ -79,8 +81,11 @@ def quoted(value: object, clean: Callable[[str], str] = str) -> str:
 
 
 def shown(name: object) -> str:
-    """A name as an error message shows it: unchanged, or as in `quoted` if it is long or not printable."""
-    text = str(name)
+    """A name as an error message shows it: unchanged, or as in `quoted` if it is long or not printable.
+
+    An image in an archive or table is shown as FILE/NAME, without its place in the file (`data/images.py`).
+    """
+    text = _PLACE.sub("", str(name), count=1)
     return text if text.isprintable() and len(text) <= MAX_QUOTED else quoted(text)
 
 

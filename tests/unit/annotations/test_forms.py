@@ -20,6 +20,7 @@ from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
 from raycap.pipeline.data.images import ImageLocation, decode_batch, is_remote_image
 from raycap.pipeline.data.reading import read_annotations, read_dataset
+from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageOptions
@@ -66,6 +67,10 @@ def test_every_form_is_the_same_data_set(tmp_path: Path, images: list[Captioned]
         if form != "text":  # which has no ids
             assert dataset.fingerprint() == expected.fingerprint(), form
         assert pixels(dataset) == expected_pixels, form
+        references = read_references(tmp_path / form)  # of the whole folder, as `raycap score` reads it
+        assert sorted(references.column("captions")) == sorted(expected.column("captions")), form
+        if form not in ("metadata.jsonl", "text"):  # here only the configuration names the columns or folders
+            assert set(references.source_ids()) == set(dataset.source_ids()), form
     assert len(set(expected.column("key"))) > 50
 
 

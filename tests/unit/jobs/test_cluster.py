@@ -152,6 +152,6 @@ def test_a_ray_that_does_not_start_ends_with_one_sentence(tmp_path: Path) -> Non
     command += ["--set", "data.synthetic.num_images=60"]
     environment = os.environ | {"RAY_TMPDIR": str(folder)}
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert re.search(r"Ray did not start \(.* cannot exceed 107 bytes: .*\); repeat", line)

@@ -132,6 +132,20 @@ def test_a_second_annotation_file_is_counted(tmp_path: Path, images: list[Captio
     FORMS["metadata.jsonl"](tmp_path, images)
     (tmp_path / "zoo.csv").write_text(f"image,caption\n{images[0].name},a cat\n")
     assert survey(str(tmp_path)).left_out == ["1 other annotation files are not used, first zoo.csv"]
+    (tmp_path / "a.arrow").touch()
+    found = survey(str(tmp_path))
+    assert len(found.dataset) == len(images) and "a.arrow" in found.left_out[0] and len(found.left_out) == 2
+
+
+def test_other_columns_with_captions_are_counted_and_image_id_is_the_id(
+    tmp_path: Path, images: list[Captioned]
+) -> None:
+    write_images(tmp_path, images)
+    rows = [{"image": i.name, "image_id": f"coco_{i.image_id}", "caption": "a", "caption_zh": "b"} for i in images]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    found = survey(str(tmp_path))
+    assert found.dataset.source_ids() == [f"coco_{i.image_id}" for i in images]
+    assert found.left_out == ["1 columns with texts are not used, first caption_zh in train.json"]
 
 
 def test_a_folder_of_images_may_be_a_link_and_its_names_those_of_macos(tmp_path: Path, images: list[Captioned]) -> None:

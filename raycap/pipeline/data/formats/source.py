@@ -40,7 +40,7 @@ from raycap.pipeline.storage.untrusted.documents import gunzip, parse_json
 COLUMNS = {
     "image": ("image", "file_name"),
     "captions": ("captions", "caption", "text"),
-    "id": ("id",),
+    "id": ("id", "image_id"),
     "split": ("split",),
 }
 _NUMBERED = r"([ _.-]?\d{1,3})?"  # the end of names such as caption_0 and caption1
@@ -381,7 +381,7 @@ class Source:
         wrong type.
         """
         identifier = self.value(entry, "id", location)
-        if identifier in (None, ""):
+        if identifier in (None, "", own_name):  # the column image_id may be that of the names
             image_id = Identity(id_of_name(name), json.dumps(own_name), is_name=True)
             split = self.splits.listed(own_name)
         else:
@@ -531,8 +531,8 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
             places.add((text, f"split {split}"))
         if not seen.isdisjoint(places):
             raise UserError(
-                f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; every id must occur once "
-                "in a file and in a split"
+                f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; give each image one row "
+                "and an id of its own, or name another column in data.columns.id"
             )
         seen |= places
         if not is_name:

@@ -41,6 +41,7 @@ MAX_COLUMNS = 1000  # limit of a table of text, because every row gets a value f
 MAX_ROW_LINES = 100  # lines of a quoted value; more of them have lost their closing quote
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
 _NUMBER = re.compile(r"#\d+$")  # of a caption, behind the name of an image, in Flickr's "dog.jpg#0<tab>A dog."
+_TEXTS = re.compile(r"\s*(caption|description|sentence|text)", re.IGNORECASE)  # the begin of the names of columns
 _JSON_LINES = re.compile(r"\{[^\n]*\}[ \t\r]*\n\s*\{")
 
 
@@ -235,9 +236,13 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     contains must have one row. Raises UserError for rows that break these rules.
     """
     path, begin = source.annotations, rows.count
+    head = list(islice(entries, 1))
+    for column in head[0] if head else ():
+        if _TEXTS.match(column) and column not in source.columns_in(head[0], "captions"):
+            rows.leave_out("columns with texts", f"{column} in {source.annotations_name}")
     files: dict[str, ImageFile] = {}
     stored_names = set[str]()  # names of the images that the table contains
-    for number, entry in enumerate(entries):
+    for number, entry in enumerate(chain(head, entries)):
         location = f"{path}: row {number + 1}"
         image = source.value(entry, "image", location)
         captions = as_texts(source.captions(entry, location), location, rows)
