@@ -232,7 +232,8 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
     """The section `stages` in YAML: cross entropy with a frozen backbone, and maybe two more stages.
 
     A stage that trains the backbone follows if there are 2,000 training images or if the backbone is not pretrained. A
-    stage of SCST follows if there are 2,000 training images and they have several captions each.
+    stage of SCST follows if there are more than 50,000 training images with several captions each: with 6,000, the
+    captions of other images became no better (BENCHMARKS.md).
     """
     common = f"    batch_size: {size.batch_size}\n"
     if size is not LARGE and per_image > 1:
@@ -251,10 +252,10 @@ def _stages(size: Size, per_image: int, *, is_pretrained: bool) -> str:
             f"    epochs: {epochs}{common}    lr: {lr}\n"
             "    schedule: {warmup_iterations: 20, decay: 0.85}\n    drop_path: 0.05"
         )
-    if size is not SMALL and per_image > 1:  # with one reference per image, the reward is mostly noise
+    if size is LARGE and per_image > 1:  # with one reference per image, the reward is mostly noise
         stages.append(
             "  - name: scst_frozen\n    objective: scst\n    epochs: 3\n"
-            f"    batch_size: {size.batch_size}\n    lr: 1.0e-5  # at 1e-4 the captions of photographs became worse\n"
+            f"    batch_size: {size.batch_size}\n    lr: 1.0e-5\n"
             "    schedule: {decay: 0.8}\n    keep_if_better: true"
         )
     return "stages:\n" + "\n".join(stages)
