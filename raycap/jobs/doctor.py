@@ -31,7 +31,7 @@ from raycap.pipeline.cluster.start import REMEDIES, check_token_file, cluster_ad
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
-from raycap.pipeline.data.formats.source import find_files
+from raycap.pipeline.data.formats.files import find_files
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.scores.java import java_version, spice_models
 from raycap.pipeline.runtime.names import one_line, print_line

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.data.dataset import ImageId
-from raycap.pipeline.data.formats.source import MAX_CAPTION
+from raycap.pipeline.data.formats.rows import MAX_CAPTION
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import quoted, shorten
 from raycap.pipeline.storage.path import StoragePath, storage_path

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from raycap.pipeline.data.formats.source import IMAGE_ENDINGS, Rows, is_hidden, is_image, matching
+from raycap.pipeline.data.formats.files import IMAGE_ENDINGS, is_hidden, is_image, matching
+from raycap.pipeline.data.formats.rows import Rows
 from raycap.pipeline.data.images import UNREADABLE, BadImage, convert_image, decode_image, read_image_file, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, join, storage_path

@@ -26,29 +26,19 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SPLIT_WORDS, DataSection, SourceSection
 from raycap.pipeline.data.content_keys import hash_files, take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, SOURCE_ID, TOKENS, Dataset
-from raycap.pipeline.data.formats.source import (
-    MAX_CAPTION,
-    SURROGATE,
+from raycap.pipeline.data.formats.files import (
     TEXT_ENDINGS,
-    Identity,
-    Rows,
-    Source,
-    Splits,
-    as_texts,
     errors_named,
     find_files,
-    id_of_name,
-    inside,
     is_hidden,
     is_image,
-    lines_of,
-    malformed,
     prefix_of,
     read_json,
-    read_split_lists,
-    split_in_name,
     unused_kind,
 )
+from raycap.pipeline.data.formats.rows import MAX_CAPTION, SURROGATE, Identity, Rows, as_texts
+from raycap.pipeline.data.formats.source import Source, inside, lines_of, malformed
+from raycap.pipeline.data.formats.splits import Splits, id_of_name, read_split_lists, split_in_name
 from raycap.pipeline.data.formats.table import TABLE_ENDINGS, add_table, read_head, table_entries
 from raycap.pipeline.data.formats.webdataset import TAR_ENDINGS, add_samples, read_samples
 from raycap.pipeline.data.language.tokenizers import SUBWORD

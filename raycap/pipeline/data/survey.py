@@ -22,20 +22,10 @@ from pydantic import ValidationError
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import (
-    COLUMNS,
-    TEXT_ENDINGS,
-    Rows,
-    Source,
-    columns_named,
-    find_files,
-    is_hidden,
-    is_image,
-    matches,
-    opened,
-    read_split_lists,
-    split_in_name,
-)
+from raycap.pipeline.data.formats.files import TEXT_ENDINGS, find_files, is_hidden, is_image, matches, opened
+from raycap.pipeline.data.formats.rows import Rows
+from raycap.pipeline.data.formats.source import COLUMNS, Source, columns_named
+from raycap.pipeline.data.formats.splits import read_split_lists, split_in_name
 from raycap.pipeline.data.formats.table import MIXED_ENDINGS, TABLE_ENDINGS, read_head
 from raycap.pipeline.data.formats.webdataset import TAR_ENDINGS
 from raycap.pipeline.data.images import ImageLocation

@@ -18,7 +18,8 @@ import pytest
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data import reading
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import id_of_name, read_json
+from raycap.pipeline.data.formats.files import read_json
+from raycap.pipeline.data.formats.splits import id_of_name
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.data.language.tokenizers import tokenize_like_spacy
 from raycap.pipeline.data.reading import Annotations, build_vocabulary, read_annotations, read_dataset

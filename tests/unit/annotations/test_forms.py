@@ -17,7 +17,8 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.source import Splits, find_files, id_of_name
+from raycap.pipeline.data.formats.files import find_files
+from raycap.pipeline.data.formats.splits import Splits, id_of_name
 from raycap.pipeline.data.images import ImageLocation, decode_batch, is_remote_image
 from raycap.pipeline.data.reading import read_annotations, read_dataset
 from raycap.pipeline.data.survey import read_references

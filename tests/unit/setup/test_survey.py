@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.first_configuration import detect_language
-from raycap.pipeline.data.formats.source import Splits, as_list, find_files
+from raycap.pipeline.data.formats.files import find_files
+from raycap.pipeline.data.formats.source import as_list
+from raycap.pipeline.data.formats.splits import Splits
 from raycap.pipeline.data.reading import read_annotations
 from raycap.pipeline.data.survey import find_candidates, read_names, survey
 from raycap.pipeline.errors import UserError

@@ -87,7 +87,7 @@ ALLOWED = [
     "jobs/tune/tuner.py",
     "models/convert/tensor_files.py",
     "pipeline/data/dataset.py",
-    "pipeline/data/formats/source.py",
+    "pipeline/data/formats/rows.py",
     "pipeline/data/formats/table.py",
     "pipeline/data/formats/webdataset.py",
     "pipeline/data/images.py",

@@ -13,18 +13,9 @@ from itertools import chain, islice, zip_longest
 from typing import Any, BinaryIO, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import (
-    COLUMNS,
-    Identity,
-    Rows,
-    Source,
-    as_texts,
-    columns_named,
-    is_image,
-    opened,
-    prefix_of,
-    read_file,
-)
+from raycap.pipeline.data.formats.files import is_image, opened, prefix_of, read_file
+from raycap.pipeline.data.formats.rows import Identity, Rows, as_texts
+from raycap.pipeline.data.formats.source import COLUMNS, Source, columns_named
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import printable, quoted, shorten

@@ -10,18 +10,9 @@ from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple, cast
 
 from raycap.models.config import Values
-from raycap.pipeline.data.formats.source import (
-    IMAGE_ENDINGS,
-    Rows,
-    Source,
-    as_texts,
-    is_hidden,
-    is_image,
-    lines_of,
-    opened,
-    prefix_of,
-    unused_kind,
-)
+from raycap.pipeline.data.formats.files import IMAGE_ENDINGS, is_hidden, is_image, opened, prefix_of, unused_kind
+from raycap.pipeline.data.formats.rows import Rows, as_texts
+from raycap.pipeline.data.formats.source import Source, lines_of
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, quoted
