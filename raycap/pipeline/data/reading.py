@@ -158,15 +158,11 @@ def read_annotations(config: DataSection, root: Path | str, options: StorageOpti
         raise UserError(f"data.root: folder {root} does not exist; give the folder that holds {config.annotations}")
     # Without `data.sources`, the keys annotations, images and split of the section `data` describe the only source.
     only_source = SourceSection(**config.model_dump(include={"annotations", "images", "split"}))
-    sources, rows = config.sources or (only_source,), Rows()
+    sources = config.sources or (only_source,)
     lists = read_split_lists(base, config.split_lists)
-    splits = Splits(lists, config.split_fractions, config.split_seed, config.split_by_folder)
-    rewarded = [each for part in sources if part.rewarded for each in _find_sources(part, config, base, splits)]
+    rows = Rows(Splits(lists, config.split_fractions, config.split_seed, config.split_by_folder))
+    rewarded = [each for part in sources if part.rewarded for each in _find_sources(part, config, base)]
     read_sources(rewarded, config.format, rows)
-    for name in dict.fromkeys(name for _, name in lists.values() if name not in splits.found):
-        rows.leave_out("names in data.split_lists, which no image has,", name)
-    for name in splits.unlisted if "train" in config.split_lists else ():
-        rows.leave_out("images in no list of data.split_lists", name, "are in the split train")
     table = rows.table(with_tokens=config.tokenizer == TOKENS.name)
     taught = [_taught_captions(section, config, base, table) for section in sources if not section.rewarded]
     table = pa.concat_tables([table, *taught])
@@ -198,7 +194,7 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     is_learned = pc.is_in(people["split"], value_set=pa.array(config.rewarded_splits, pa.string()))
     learned = set(people["uri"].filter(is_learned).to_pylist())
     rows = Rows()
-    read_sources(_find_sources(section, config, root, Splits()), "auto", rows)
+    read_sources(_find_sources(section, config, root), "auto", rows)
     table = rows.table(with_tokens="tokens" in people.column_names)
     images = zip(table["uri"].to_pylist(), table["captions"].to_pylist(), strict=True)
     is_taught = [uri in learned and any(map(str.strip, captions)) for uri, captions in images]
@@ -209,7 +205,7 @@ def _taught_captions(section: SourceSection, config: DataSection, root: StorageP
     return taught.with_column("image_id", pa.array(ids, pa.int64())).with_column("split", splits).table
 
 
-def _find_sources(section: SourceSection, config: DataSection, root: StoragePath, splits: Splits) -> list[Source]:
+def _find_sources(section: SourceSection, config: DataSection, root: StoragePath) -> list[Source]:
     """The annotation files that a section of `data.sources` names. Raises UserError for missing or bad paths."""
     uri = section.images.rstrip("/") if is_remote(section.images) else inside(root, section.images, "data.images")[0]
     images = StoragePath(uri, root.options)
@@ -218,7 +214,7 @@ def _find_sources(section: SourceSection, config: DataSection, root: StoragePath
     sources = []
     for name in find_files(root, section.annotations):
         path = root if name in ("", ".") else root / name.rstrip("/")
-        source = Source(path, images, name, section.images, section.split, splits, config.columns)
+        source = Source(path, images, name, section.images, section.split, config.columns)
         sources.append(replace(source, with_tokens=config.tokenizer == TOKENS.name))
     return sources
 
@@ -270,7 +266,7 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
         if source.with_tokens:
             tokens = [_joined_tokens(sentence.get("tokens"), location) for sentence in sentences]
         filename = source.text(entry, "filename")
-        split = source.splits.listed(filename) or source.text(entry, "split")
+        split = rows.split_of(location, filename, [filename], source.text(entry, "split"))
         names = entry.get("filepath") or ".", filename
         return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
 
@@ -336,8 +332,8 @@ def add_coco(source: Source, data: object, rows: Rows) -> None:
 
     def parse(entry: Values, location: str) -> Image:
         image_id, filename = source.image_id(entry["id"], location), source.text(entry, "file_name")
-        stated = source.splits.listed(filename, image_id.text) or source.split or entry.get("domain") or split_of_file
-        split = stated or source.splits.drawn(prefix_of(source.images_name) + filename)
+        name, names = prefix_of(source.images_name) + filename, [filename, image_id.text]
+        split = rows.split_of(location, name, names, source.split, entry.get("domain"), split_of_file)
         return image_id, split, (filename,), captions_of.pop(image_id.text, []), []
 
     _add_images(source, images, parse, rows)
@@ -392,7 +388,7 @@ def add_text_files(source: Source, _: None, rows: Rows) -> None:
         folder, folder_name = source.images, source.images_name  # the texts are in folders of their own
     for name, captions in read_text_files(source, folder, rows):
         location = str(folder / name)
-        image_id, split = source.id_and_split({}, name, prefix_of(folder_name) + name, location)
+        image_id, split = source.id_and_split({}, name, prefix_of(folder_name) + name, location, rows)
         rows.add(image_id, split, location, as_texts(captions, location, rows), location)
     if rows.count == count:
         if not folder.is_remote and not folder.path.exists():

@@ -383,8 +383,8 @@ def test_names_in_split_lists_are_those_of_images(tmp_path: Path, image: str, li
     found = read_annotations(DataSection(root=str(tmp_path), annotations="t.jsonl", split_lists=lists), tmp_path)
     assert found.dataset.column("split") == ["val", "train", "train"]
     assert found.left_out == [
-        "1 names in data.split_lists, which no image has, are not used, first unknown.png",
         "1 images in no list of data.split_lists are in the split train, first 2.png",
+        "1 names in data.split_lists, which no image has, are not used, first unknown.png",
     ]
 
 

@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from raycap.pipeline.config.sections import split_name
 from raycap.pipeline.data.dataset import SOURCE_ID, repeated_ids
 from raycap.pipeline.data.formats.files import prefix_of
-from raycap.pipeline.data.formats.splits import id_of_name
+from raycap.pipeline.data.formats.splits import Splits, id_of_name
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.runtime.names import quoted, shown
 
 MAX_CAPTION = 10_000  # characters, because the time of metrics grows with the square of a caption's length
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can contain, but UTF-8 cannot
@@ -61,10 +61,14 @@ class Identity(NamedTuple):
 class Rows:
     """Collects the images of annotation files, and what is wrong with the files or not used of them.
 
-    problems: a sentence for each caption that is not valid.
+    splits: how images get their splits. problems: a sentence for each caption that is not valid.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, splits: Splits = Splits()) -> None:
+        self.splits = splits
+        self._names = dict.fromkeys(name for _, name in splits.lists.values())  # in the lists, that no image has yet
+        # With a list of training images, no image should be in no list.
+        self._lists_are_all = not splits.fractions and "train" in {split for split, _ in splits.lists.values()}
         self.problems: list[str] = []
         self._left_out: dict[str, tuple[int, str]] = {}  # {kind of things: their number, name of the first one}
         self._buffer: list[tuple[Any, ...]] = []  # the columns of IMAGES
@@ -87,6 +91,25 @@ class Rows:
         if len(self._buffer) == BUFFERED_ROWS:
             self._store()
 
+    def split_of(self, location: str, name: str, names: Sequence[str], *stated: object) -> str:
+        """The split of an image: that of the list with one of its names or ids, else the first stated one, else drawn.
+
+        location: names the image in errors. name: in the data set. stated: splits that the annotations give, of which
+        None and blanks are none. Raises UserError if one is not text.
+        """
+        if listed := self.splits.listed(names):
+            self._names.pop(listed[1], None)
+            return listed[0]
+        for split in stated:
+            if isinstance(split, bool) or not isinstance(split, str | int | None):
+                raise UserError(f"{location}: split {quoted(split)} is not text; correct it")
+            if split is not None and str(split).strip():
+                return str(split)
+        split = self.splits.drawn(name)
+        if split == "train" and self._lists_are_all:
+            self.leave_out("images in no list of data.split_lists", name, "are in the split train")
+        return split
+
     def leave_out(self, kind: str, name: str, fate: str = "are not used") -> None:
         """Counts a thing that was found and is not used. kind: what it is, in the plural, such as "hidden files"."""
         count, first = self._left_out.get(f"{kind} {fate}", (0, name))
@@ -95,7 +118,13 @@ class Rows:
     @property
     def left_out(self) -> list[str]:
         """A sentence for each kind of things that are not used."""
-        return [f"{count} {kind}, first {shown(first)}" for kind, (count, first) in self._left_out.items()]
+        kinds = dict(self._left_out)
+        if self._names:
+            kinds["names in data.split_lists, which no image has, are not used"] = (
+                len(self._names),
+                next(iter(self._names)),
+            )
+        return [f"{count} {kind}, first {shown(first)}" for kind, (count, first) in kinds.items()]
 
     def _store(self) -> None:
         """Moves the rows of the buffer into Arrow arrays."""

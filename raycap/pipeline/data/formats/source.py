@@ -19,8 +19,8 @@ from typing import Any
 
 from raycap.pipeline.config.sections import ColumnSection
 from raycap.pipeline.data.formats.files import UNTYPED_ENDINGS
-from raycap.pipeline.data.formats.rows import MAX_CAPTION, SURROGATE, Identity
-from raycap.pipeline.data.formats.splits import Splits, id_of_name
+from raycap.pipeline.data.formats.rows import MAX_CAPTION, SURROGATE, Identity, Rows
+from raycap.pipeline.data.formats.splits import id_of_name
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import plain_name, printable, quoted, shorten
 from raycap.pipeline.storage.path import StoragePath, join
@@ -53,7 +53,6 @@ class Source:
     annotations_name: str = ""  # the configuration's path of `annotations`; names of images begin with it
     images_name: str = ""  # the configuration's path of `images`
     split: str | None = None  # split of images for which neither the file nor a list names one
-    splits: Splits = field(default_factory=Splits)
     columns: ColumnSection = field(default_factory=ColumnSection)
     with_tokens: bool = False  # True: also read the tokens of the captions, which only Karpathy's JSON has
 
@@ -119,28 +118,19 @@ class Source:
         return Identity(id_of_name(name or f"{self.annotations_name} {json.dumps(value)}"), json.dumps(value))
 
     def id_and_split(
-        self, entry: Mapping[str, object], own_name: str, name: str, location: str
+        self, entry: Mapping[str, object], own_name: str, name: str, location: str, rows: Rows
     ) -> tuple[Identity, str]:
         """The id and split of an image.
 
-        The split is the first that is given by: the lists, the entry, the source, a hash of the name. own_name: the
-        image's name in the file, which replaces a missing id. name: in the data set. Raises UserError for values of a
-        wrong type.
+        own_name: the image's name in the file, which replaces a missing id. name: in the data set. Raises UserError for
+        values of a wrong type.
         """
         identifier = self.value(entry, "id", location)
-        if identifier in (None, "", own_name):  # the column image_id may be that of the names
-            image_id = Identity(id_of_name(name), json.dumps(own_name), is_name=True)
-            split = self.splits.listed(own_name)
-        else:
+        image_id = Identity(id_of_name(name), json.dumps(own_name), is_name=True)
+        if identifier not in (None, "", own_name):  # the column image_id may be that of the names
             image_id = self.image_id(identifier, location, name)
-            split = self.splits.listed(own_name, str(identifier))
-        if split is None:
-            split = self.value(entry, "split", location)
-        if split is None or not str(split).strip():
-            split = self.split or self.splits.drawn(name)
-        if not isinstance(split, str | int) or isinstance(split, bool):
-            raise UserError(f"{location}: split {quoted(split)} is not text")
-        return image_id, str(split)
+        names = [own_name] if image_id.is_name else [own_name, str(identifier)]
+        return image_id, rows.split_of(location, name, names, self.value(entry, "split", location), self.split)
 
 
 @lru_cache(maxsize=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raycap.pipeline.config.sections import SPLIT_WORDS
@@ -23,16 +23,13 @@ class Splits:
     fractions: Mapping[str, float] = field(default_factory=dict)  # {split: fraction}; if empty, all images are in train
     seed: int = 0
     by_folder: bool = False  # whether folders for validation and test decide
-    found: set[str] = field(default_factory=set)  # file names in `lists` that images have
-    unlisted: list[str] = field(default_factory=list)  # images that are in train because no list has them
 
-    def listed(self, *names: str) -> str | None:
-        """The split whose list contains one of these names or ids of an image. None if no list does."""
+    def listed(self, names: Sequence[str]) -> tuple[str, str] | None:
+        """The split whose list contains one of an image's names and ids, and the name in the list, or None."""
         for name in map(plain_name, names if self.lists else ()):
             for known in (*_ends(name), name if "/" in name else f"/{name}"):
-                if entry := self.lists.get(known):
-                    self.found.add(entry[1])
-                    return entry[0]
+                if known in self.lists:
+                    return self.lists[known]
         return None
 
     def drawn(self, name: str) -> str:
@@ -40,8 +37,6 @@ class Splits:
         if self.by_folder and (split := split_in_name(name.rpartition("/")[0])) not in (None, "train"):
             return split
         if not self.fractions:
-            if self.lists:
-                self.unlisted.append(name)
             return "train"
         digest = _digest(f"{self.seed} {name}")
         position = int.from_bytes(digest[:6], "big") / 2**48 * sum(self.fractions.values())

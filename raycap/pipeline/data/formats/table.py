@@ -247,7 +247,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 raise UserError(f"{location} repeats the image {quoted(name)}; {remedy}")
             stored_names.add(name)
             uri, whole_name = ImageLocation(path, image.place, name).uri, prefix_of(source.annotations_name) + name
-            rows.add(*source.id_and_split(entry, name, whole_name, location), uri, captions, location)
+            rows.add(*source.id_and_split(entry, name, whole_name, location, rows), uri, captions, location)
         elif not isinstance(image, str) or not image:
             column = " or ".join(source.column_names["image"])
             found = f"{location} has no text in the column {column}; the columns are {shorten(entry)}"
@@ -258,7 +258,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             known = files.get(name)
             if known is None:
                 whole_name = prefix_of(source.images_name) + name
-                image_id, split = source.id_and_split(entry, image, whole_name, location)
+                image_id, split = source.id_and_split(entry, image, whole_name, location, rows)
                 files[name] = ImageFile(stated, image_id, split, uri, captions, location)
             elif stated in (None, "", known.stated_split):  # the table has one row per caption
                 known.captions.extend(captions)

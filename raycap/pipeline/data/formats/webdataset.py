@@ -166,7 +166,7 @@ def add_samples(source: Source, found: tuple[list[Sample], list[tuple[str, str]]
         member = sample.image
         location = f"{source.annotations}: {quoted(member.name)}"
         name = prefix_of(source.annotations_name) + member.name
-        image_id, split = source.id_and_split(sample.entry, member.name, name, location)
+        image_id, split = source.id_and_split(sample.entry, member.name, name, location, rows)
         is_in_json = not sample.captions or source.columns_in(sample.entry, "captions")
         in_json = source.captions(sample.entry, location) if is_in_json else []
         captions = sample.captions or in_json
