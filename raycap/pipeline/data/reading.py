@@ -45,7 +45,7 @@ from raycap.pipeline.data.language.tokenizers import SUBWORD
 from raycap.pipeline.data.synthetic.scenes import MARKER, write_dataset
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runtime.names import shorten, shown
+from raycap.pipeline.runtime.names import plain_name, shorten, shown
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageOptions, is_remote
@@ -358,8 +358,8 @@ def read_text_files(source: Source, place: StoragePath, rows: Rows) -> Iterator[
             rows.leave_out(kind, name)
     images = [name for name in found if is_image(name) and not is_hidden(name)]
     texts = [name for name in texts if name.lower().endswith(TEXT_ENDINGS) and not is_hidden(name)]
-    text_of = {name.rpartition(".")[0]: name for name in texts}
-    stems, top = {name.rpartition(".")[0] for name in images}, os.path.realpath(folder.uri)
+    text_of = {plain_name(name.rpartition(".")[0]): name for name in texts}
+    stems, top = {plain_name(name.rpartition(".")[0]) for name in images}, os.path.realpath(folder.uri)
     for stem, name in list(text_of.items()):
         path = Path(folder.uri, name)
         if path.is_symlink() and not (path.exists() and path.resolve().is_relative_to(top)):
@@ -369,7 +369,7 @@ def read_text_files(source: Source, place: StoragePath, rows: Rows) -> Iterator[
             rows.leave_out("texts beside no image", name)
 
     def read(name: str) -> tuple[str, list[str]]:
-        text = text_of.get(name.rpartition(".")[0])
+        text = text_of.get(plain_name(name.rpartition(".")[0]))
         if text is None:
             return name, []
         with errors_named(folder / text):

@@ -22,7 +22,15 @@ from pydantic import ValidationError
 from raycap.models.config import Values
 from raycap.pipeline.config.sections import SPLIT_WORDS, ColumnSection, DataSection
 from raycap.pipeline.data.dataset import Dataset
-from raycap.pipeline.data.formats.files import TEXT_ENDINGS, find_files, is_hidden, is_image, matches, opened
+from raycap.pipeline.data.formats.files import (
+    TEXT_ENDINGS,
+    find_files,
+    is_hidden,
+    is_image,
+    matches,
+    opened,
+    unused_kind,
+)
 from raycap.pipeline.data.formats.rows import Rows
 from raycap.pipeline.data.formats.source import COLUMNS, Source, columns_named
 from raycap.pipeline.data.formats.splits import read_split_lists, split_in_name
@@ -91,8 +99,8 @@ def find_candidates(root: StoragePath, names: Sequence[str]) -> Iterator[Candida
                 yield Candidate("files", others)
             if is_mixed and len(found) > 1:  # Flickr8k has two; the one with the shorter name has the raw captions
                 yield from (Candidate("files", (name,)) for name in sorted(found, key=len))
-    texts = {name.rpartition(".")[0] for name in names if name.lower().endswith(TEXT_ENDINGS)}
-    if paired := tuple(name for name in images if name.rpartition(".")[0] in texts):
+    texts = {plain_name(name.rpartition(".")[0]) for name in names if name.lower().endswith(TEXT_ENDINGS)}
+    if paired := tuple(name for name in images if plain_name(name.rpartition(".")[0]) in texts):
         yield Candidate("text", paired)
     elif images and texts and _top(images) != _top(tuple(texts)):
         yield Candidate("text apart", (_top(images), _top(tuple(texts))))
@@ -249,8 +257,11 @@ class Survey:
     left_out: list[str]
 
 
-def survey(place: str) -> Survey:
-    """Reads the data set in a folder, below a prefix or of an annotation file. Raises UserError if there is none."""
+def survey(place: str, *, divides: bool = True) -> Survey:
+    """Reads the data set in a folder, below a prefix or of an annotation file. Raises UserError if there is none.
+
+    divides: whether the images get the splits that training needs, if they have none.
+    """
     path = storage_path(place)
     path.require_answer()
     if not path.is_remote and not path.path.exists():
@@ -266,14 +277,17 @@ def survey(place: str) -> Survey:
     candidates = find_candidates(root, chosen)
     if is_file and not is_image(path.name):  # it is the only candidate, but files beside it may be its images
         candidates = iter([Candidate("files", (path.name,))])
-    failures: list[UserError] = []
+    failures: list[tuple[Candidate, UserError]] = []
     for candidate in candidates:
         try:
-            found = _read(root, candidate, names)
+            found = _read(root, candidate, names, divides=divides)
         except UserError as error:
-            failures.append(error)
+            failures.append((candidate, error))
             continue
-        found.left_out.extend(f"files that cannot be read: {failure}" for failure in failures)
+        failed = [error for other, error in failures if not set(candidate.files) & set(other.files)]
+        found.left_out.extend(f"files that cannot be read: {error}" for error in failed)
+        kinds = Counter(map(unused_kind, listed)) if candidate.form == "files" and found.form != TARS else Counter()
+        found.left_out.extend(f"{count} {kind} are not used" for kind, count in kinds.items() if kind)
         others = list(candidates)
         for form, kind in (("files", "other annotation files"), ("text", "texts beside images")):
             names_of_form = {name for other in others if other.form == form for name in other.files}
@@ -281,7 +295,7 @@ def survey(place: str) -> Survey:
                 found.left_out.append(f"{len(unused)} {kind} are not used, first {shown(unused[0])}")
         return found
     if failures:
-        raise failures[0]
+        raise failures[0][1]
     raise UserError(
         f"{shown(place)} has {sum(map(is_image, chosen))} images and no captions; {_unpack(chosen)}add an annotation "
         "file, or a text file of the same name beside each image (docs/data.md lists the forms)"
@@ -294,8 +308,8 @@ def _unpack(names: Sequence[str]) -> str:
     return "" if packed is None else f"unpack {shown(packed)}, or save it as CSV; "
 
 
-def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Survey:
-    """Reads a candidate, and divides it into the splits that training needs. Raises UserError if it is no data set."""
+def _read(root: StoragePath, candidate: Candidate, names: Sequence[str], *, divides: bool) -> Survey:
+    """Reads a candidate, and maybe divides it into the splits that training needs. Raises UserError."""
     form, keys = read_names(root, candidate, names)
     if candidate.form == "files" and form not in (PARQUET_WITH_IMAGES, TARS):  # they name image files
         keys = _with_images_folder(root, keys, names)
@@ -321,7 +335,8 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str]) -> Surv
     if set(dataset.split_sizes()) == {"train"} and folders & {"val", "test"} and folders & {"train", None}:
         keys = keys | {"split_by_folder": True}
         dataset = _rows(root, keys).dataset
-    keys = keys | _split_keys(root, keys, dataset)
+    if divides:
+        keys = keys | _split_keys(root, keys, dataset)
     dataset, _, left_out = _rows(root, keys)  # read again, because the new keys decide the splits
     unnamed = [name for name in names if is_image(name) and join(root.uri, name) not in uris]
     if unnamed:
@@ -334,6 +349,7 @@ def _split_lists(
 ) -> dict[str, str] | None:
     """{split: text file}, if files with the names of splits begin with an image of a data set without splits."""
     known = {_base(uri) for uri in dataset.column("uri")}
+    known |= {name.rpartition(".")[0] for name in known}
     lists: dict[str, str] = {}
     for name in names if dataset.split_sizes().keys() <= {"train"} else ():
         words = re.findall("[A-Z]?[a-z]+", _base(name))  # for Flickr_8k.trainImages.txt
@@ -346,10 +362,8 @@ def _split_lists(
                 lists[split] = name
     if not lists.keys() & {"val", "test"}:
         return None
-    with suppress(UserError):  # lists that contradict each other are not used
-        read_split_lists(root, lists)
-        return lists
-    return None
+    read_split_lists(root, lists)  # raises UserError for lists that contradict each other
+    return lists
 
 
 def _base(name: str) -> str:
@@ -463,27 +477,12 @@ def _divided(root: StoragePath, keys: Values, dataset: Dataset, choices: Sequenc
         sizes = _rows(root, keys | divided).dataset.split_sizes()
         if all(sizes.get(split, 0) >= MIN_HELD_OUT for split in fractions):
             return divided
+    of_file = f"of {shown(keys['annotations'])} " if "annotations" in keys else ""
     raise UserError(
-        f"{shown(root)}: the {len(dataset)} images cannot be divided into {', '.join(choices[0])}: they are too few to "
-        "divide, or the annotations put all into the split train; add images, or list the file names of some in "
-        "val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
+        f"{shown(root)}: the {len(dataset)} images {of_file}cannot be divided into {', '.join(choices[0])}: they are "
+        "too few to divide, or the annotations put all into the split train; add images, or list the file names of "
+        "some in val.txt and set data.split_lists: {val: val.txt} (docs/data.md)"
     )
-
-
-def _reference_sources(
-    root: StoragePath, candidate: Candidate, names: Sequence[str], images: Path | None
-) -> list[Source]:
-    """The annotation files of a candidate. images: the folder of the images that they name, or None."""
-    keys = read_names(root, candidate, names)[1]
-    images_folder = None if images is None else storage_path(images)
-    if candidate.form == "text apart":
-        images_folder = root / keys["images"]
-    columns = ColumnSection(**keys.get("columns", {}))
-    return [
-        Source(root / name, images_folder, name, split=source.get("split"), columns=columns)
-        for source in keys.get("sources", [keys])
-        for name in find_files(root, source["annotations"])
-    ]
 
 
 def read_references(place: Path | str, split: str | None = None, images: Path | None = None) -> Dataset:
@@ -494,24 +493,23 @@ def read_references(place: Path | str, split: str | None = None, images: Path | 
     """
     path = storage_path(place)
     if not path.is_remote and path.path.is_dir():
-        root, names = path, sorted(name for name in islice(path.names(), MAX_LISTED) if not is_hidden(name))
-        candidates = list(find_candidates(root, names))
+        whole = survey(str(place), divides=False)
+        found, left_out = whole.dataset, whole.left_out
     else:
         folder = re.split(r"[*?\[{]", path.uri)[0].rpartition("/")[0]  # the last one without wildcards
         root = StoragePath(folder or "/")
         names = find_files(root, path.uri[len(folder) + 1 :])
-        candidates = [Candidate("files", tuple(names))]
         if len(names) == 1 and not (root / names[0]).exists():
             raise UserError(f"{shown(place)} does not exist; give an annotation file, or a folder of images and texts")
-    if not candidates:
-        raise UserError(f"{shown(place)} has no captions; give an annotation file, or a folder of images and texts")
-    rows = Rows()
-    read_sources(_reference_sources(root, candidates[0], names, images), "auto", rows)
-    if rows.problems:
-        raise UserError(rows.problems[0])
-    for sentence in rows.left_out:
+        keys = read_names(root, Candidate("files", tuple(names)), names)[1]
+        columns, rows = ColumnSection(**keys.get("columns", {})), Rows()
+        images_folder = None if images is None else storage_path(images)
+        read_sources([Source(root / name, images_folder, name, columns=columns) for name in names], "auto", rows)
+        if rows.problems:
+            raise UserError(rows.problems[0])
+        found, left_out = Dataset(rows.table(with_tokens=False)), rows.left_out
+    for sentence in left_out:
         logger.warning(sentence)
-    found = Dataset(rows.table(with_tokens=False))
     if split is not None:
         sizes, found = found.split_sizes(), found.split(split)
         if not len(found):

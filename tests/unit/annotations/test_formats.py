@@ -102,7 +102,7 @@ def test_files_that_count_from_0_are_one_data_set(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="images of several splits have the id 0; give one --split of train, val"):
         dataset.require_distinct_ids()
     for splits, name in ((("val", "val"), "{split}{number}.jpg"), (("train", "val"), "{number}.jpg")):
-        with pytest.raises(UserError, match="repeats the image id 0; give each image one row and an id of its own"):
+        with pytest.raises(UserError, match="repeats the image id 0; name one of the annotation files"):
             read(*splits, name=name)
 
 

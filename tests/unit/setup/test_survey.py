@@ -21,7 +21,7 @@ from raycap.pipeline.data.formats.files import find_files
 from raycap.pipeline.data.formats.source import as_list
 from raycap.pipeline.data.formats.splits import Splits
 from raycap.pipeline.data.reading import read_annotations
-from raycap.pipeline.data.survey import find_candidates, read_names, survey
+from raycap.pipeline.data.survey import find_candidates, read_names, read_references, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from tests.support.forms import FORMS, Captioned, scenes, write_images
@@ -137,6 +137,31 @@ def test_a_second_annotation_file_is_counted(tmp_path: Path, images: list[Captio
     (tmp_path / "a.arrow").touch()
     found = survey(str(tmp_path))
     assert len(found.dataset) == len(images) and "a.arrow" in found.left_out[0] and len(found.left_out) == 2
+
+
+def test_split_lists_that_contradict_each_other_are_named_and_endings_may_be_missing(
+    tmp_path: Path, images: list[Captioned]
+) -> None:
+    write_images(tmp_path, images)
+    (tmp_path / "a.csv").write_text("image,caption\n" + "".join(f"{image.name},a cat\n" for image in images))
+    splits = {"train": images[:40], "val": images[40:50], "test": images[50:]}
+    for split, part in splits.items():
+        (tmp_path / f"{split}.txt").write_text("".join(f"{image.name.partition('.')[0]}\n" for image in part))
+    assert survey(str(tmp_path)).dataset.split_sizes() == {split: len(part) for split, part in splits.items()}
+    assert len(read_references(tmp_path, "val")) == 10
+    with (tmp_path / "val.txt").open("a") as file:
+        file.write(images[0].name.partition(".")[0])
+    with pytest.raises(UserError, match="is in .* and again in"):
+        survey(str(tmp_path))
+
+
+def test_ids_of_captions_are_no_ids_of_images(tmp_path: Path, images: list[Captioned]) -> None:
+    write_images(tmp_path, images)
+    rows = [f"{n}{k};{i.name};{text};\n" for n, i in enumerate(images) for k, text in enumerate(i.captions)]
+    (tmp_path / "a.csv").write_text("sep=;\nid;image;caption;\n" + "".join(rows) + ";;;\n")
+    found = survey(str(tmp_path))
+    assert found.dataset.source_ids() == [image.name for image in images]
+    assert found.left_out[0].startswith("1 columns with an id of each caption are not used, first id in")
 
 
 def test_other_columns_with_captions_are_counted_and_image_id_is_the_id(

@@ -52,6 +52,11 @@ class Identity(NamedTuple):
     source: str | None = None
     is_name: bool = False
 
+    @classmethod
+    def of_name(cls, own_name: str, name: str) -> Identity:
+        """The id of an image without one. own_name: in the annotation file. name: in the data set."""
+        return cls(id_of_name(name), json.dumps(own_name), is_name=True)
+
     @property
     def text(self) -> str:
         """The id in the annotation file as text. A number and a text with the same digits are equal."""
@@ -162,10 +167,10 @@ def with_distinct_ids(table: pa.Table) -> pa.Table:
         if not is_name:
             places.add((text, f"split {split}"))
         if not seen.isdisjoint(places):
-            raise UserError(
-                f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; give each image one row "
-                "and an id of its own, or name another column in data.columns.id"
-            )
+            remedy = "give each image one row and an id of its own, or name another column in data.columns.id"
+            if (text, f"file {files[row]}") not in seen and (text, f"image {uri or row}") in seen:
+                remedy = "name one of the annotation files, or give each image one row in one of them"
+            raise UserError(f"{files[row]}: image {shown(uri or row)} repeats the image id {shown(text)}; {remedy}")
         seen |= places
         if not is_name:
             source = text if sources[row] is None else sources[row]

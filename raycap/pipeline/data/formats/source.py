@@ -31,7 +31,7 @@ from raycap.pipeline.storage.untrusted.documents import parse_json
 COLUMNS = {
     "image": ("image", "file_name"),
     "captions": ("captions", "caption", "text"),
-    "id": ("id", "image_id"),
+    "id": ("image_id", "img_id", "id"),
     "split": ("split",),
 }
 _NUMBERED = r"([ _.-]?\d{1,3})?"  # the end of names such as caption_0 and caption1
@@ -126,7 +126,7 @@ class Source:
         values of a wrong type.
         """
         identifier = self.value(entry, "id", location)
-        image_id = Identity(id_of_name(name), json.dumps(own_name), is_name=True)
+        image_id = Identity.of_name(own_name, name)
         if identifier not in (None, "", own_name):  # the column image_id may be that of the names
             image_id = self.image_id(identifier, location, name)
         names = [own_name] if image_id.is_name else [own_name, str(identifier)]

@@ -25,8 +25,12 @@ class Splits:
     by_folder: bool = False  # whether folders for validation and test decide
 
     def listed(self, names: Sequence[str]) -> tuple[str, str] | None:
-        """The split whose list contains one of an image's names and ids, and the name in the list, or None."""
-        for name in map(plain_name, names if self.lists else ()):
+        """The split whose list contains one of an image's names and ids, and the name in the list, or None.
+
+        A list may also name images without the endings of their names.
+        """
+        stems = (name.rpartition(".")[0] for name in names if is_image(name))
+        for name in map(plain_name, itertools.chain(names, stems) if self.lists else ()):
             for known in (*_ends(name), name if "/" in name else f"/{name}"):
                 if known in self.lists:
                     return self.lists[known]

@@ -32,7 +32,9 @@ MAX_COLUMNS = 1000  # limit of a table of text, because every row gets a value f
 MAX_ROW_LINES = 100  # lines of a quoted value; more of them have lost their closing quote
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
 _NUMBER = re.compile(r"#\d+$")  # of a caption, behind the name of an image, in Flickr's "dog.jpg#0<tab>A dog."
-_TEXTS = re.compile(r"\s*(caption|description|sentence|text)", re.IGNORECASE)  # the begin of the names of columns
+# how the names of columns with texts begin
+_TEXTS = re.compile(r"\s*(caption|comment|description|sentence|text|title)(?!.*(id|index|number)s?\s*$)", re.IGNORECASE)
+_DELIMITER_LINE = re.compile(r"\Asep=.\r?\n")  # with which Excel's exports may begin
 _JSON_LINES = re.compile(r"\{[^\n]*\}[ \t\r]*\n\s*\{")
 
 
@@ -44,9 +46,14 @@ class StoredImage(NamedTuple):
 
 
 class ImageFile(NamedTuple):
-    """An image file that rows of a table name. stated_split: its value in the column split of the first of them."""
+    """An image file that rows of a table name.
+
+    stated_split, stated_id: the values of these columns in the first of the rows. named: the id that the name gives.
+    """
 
     stated_split: object
+    stated_id: object
+    named: Identity
     image_id: Identity
     split: str
     uri: str
@@ -84,7 +91,7 @@ def read_head(path: StoragePath) -> Head:
             data = zlib.decompressobj(wbits=31).decompress(data, MAX_HEAD_BYTES)
     name = path.name.removesuffix(".gz")
     encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
-    text = data.decode(encoding, errors="replace").lstrip()
+    text = _DELIMITER_LINE.sub("", data.decode(encoding, errors="replace").lstrip())
     is_table, columns = not name.endswith(".json"), tuple[str, ...]()
     with suppress(ValueError, RecursionError, csv.Error):  # the reader says what is wrong
         if not text.startswith(("[", "{")):
@@ -154,7 +161,7 @@ def _read_header(line: str) -> Header:
 
 def _delimited_entries(source: Source, text: str) -> Iterator[Values]:
     """Yields the rows of a table of text as {column: value}. Raises ValueError or csv.Error."""
-    file = io.StringIO(text, newline="")
+    file = io.StringIO(_DELIMITER_LINE.sub("", text), newline="")
     header = _read_header(file.readline())
     count, captions = len(header.columns), source.columns_in(header.columns, "captions")
     is_last = captions == header.columns[-1:] or (count == 2 and not captions)
@@ -174,6 +181,8 @@ def _delimited_entries(source: Source, text: str) -> Iterator[Values]:
             values = [value.strip() for value in values]
         if header.has_numbers:
             values[0] = _NUMBER.sub("", values[0])
+        if not any(values):  # Excel writes rows of empty cells
+            continue
         yield dict(zip_longest(header.columns, values))
 
 
@@ -204,10 +213,11 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
     if not found["image"]:
         names = printable(", ".join(dict.fromkeys(table.columns)))[:500]
         raise UserError(f"{title} has no column {' or '.join(source.column_names['image'])}; its columns are {names}")
+    others = dict.fromkeys(filter(_TEXTS.match, table.columns))  # their values are not read
     image = found["image"][0]
     binary = table.binary_column(image)
     if binary is None:
-        yield from table.rows(list(chain(*found.values())))
+        yield from (others | row for row in table.rows(list(chain(*found.values()))))
         return
     if not found["captions"]:
         names = " or ".join(source.column_names["captions"])
@@ -217,7 +227,7 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
         columns.append(binary.names)
     for row, place in zip(table.rows(columns), table.places(binary), strict=True):
         stored = row.get(image) or {}
-        yield row | {image: StoredImage(place, stored.get("path"))}
+        yield others | row | {image: StoredImage(place, stored.get("path"))}
 
 
 def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
@@ -232,6 +242,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
         if _TEXTS.match(column) and column not in source.columns_in(head[0], "captions"):
             rows.leave_out("columns with texts", f"{column} in {source.annotations_name}")
     files: dict[str, ImageFile] = {}
+    ids_of_captions = 0  # rows with another id than the first one of their image
     stored_names = set[str]()  # names of the images that the table contains
     for number, entry in enumerate(chain(head, entries)):
         location = f"{path}: row {number + 1}"
@@ -249,25 +260,31 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
             uri, whole_name = ImageLocation(path, image.place, name).uri, prefix_of(source.annotations_name) + name
             rows.add(*source.id_and_split(entry, name, whole_name, location, rows), uri, captions, location)
         elif not isinstance(image, str) or not image:
-            column = " or ".join(source.column_names["image"])
-            found = f"{location} has no text in the column {column}; the columns are {shorten(entry)}"
-            raise UserError(f"{found}; data.columns.image names that of the images' file names")
+            problem = f"{location} has no text in the column {' or '.join(source.column_names['image'])}"
+            if source.columns_in(entry, "image"):
+                raise UserError(f"{problem}; write the image's file name, or remove the row")
+            remedy = "data.columns.image names that of the images' file names"
+            raise UserError(f"{problem}; the columns are {shorten(entry)}; {remedy}")
         else:
             uri, name = source.find(image, location)
-            stated = source.value(entry, "split", location)
+            stated, stated_id = (source.value(entry, column, location) for column in ("split", "id"))
             known = files.get(name)
             if known is None:
                 whole_name = prefix_of(source.images_name) + name
                 image_id, split = source.id_and_split(entry, image, whole_name, location, rows)
-                files[name] = ImageFile(stated, image_id, split, uri, captions, location)
+                named = Identity.of_name(image, whole_name)
+                files[name] = ImageFile(stated, stated_id, named, image_id, split, uri, captions, location)
             elif stated in (None, "", known.stated_split):  # the table has one row per caption
                 known.captions.extend(captions)
+                ids_of_captions += stated_id != known.stated_id
                 if not captions:
                     rows.leave_out("rows without a caption", location)
             else:
                 splits = f"the split {quoted(known.stated_split)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
+    if ids_of_captions:
+        rows.leave_out("columns with an id of each caption", f"{source.columns_in(head[0], 'id')[0]} in {path}")
     for file in files.values():
-        rows.add(file.image_id, file.split, file.uri, file.captions, file.location)
+        rows.add(file.named if ids_of_captions else file.image_id, file.split, file.uri, file.captions, file.location)
     if rows.count == begin:
         raise UserError(f"{path} has no rows")
