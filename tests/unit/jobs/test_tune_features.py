@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raycap.jobs.tune.features import find_backbone, require_backbone_file
+from raycap.jobs.tune.command import find_backbone, require_backbone_file
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from raycap.pipeline.search.ablations import comparisons
-from raycap.pipeline.search.results import SearchResults
+from raycap.pipeline.search.results import SearchResults, comparisons
 from raycap.pipeline.search.spec import load_search
 from tests.conftest import small_config
 from tests.support.searches import trials_of, write_search

@@ -12,10 +12,9 @@ import pytest
 
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.search.ablations import comparisons
 from raycap.pipeline.search.outcome import write_outcome
 from raycap.pipeline.search.records import TRIALS, SearchFolder, TrialRecord
-from raycap.pipeline.search.results import PointResult, SearchResults, trial_line
+from raycap.pipeline.search.results import PointResult, SearchResults, comparisons, trial_line
 from raycap.pipeline.search.samplers import importances
 from raycap.pipeline.search.spec import Search
 from tests.support.searches import LR, N_E, G, failed, finished, small_search, trials_of

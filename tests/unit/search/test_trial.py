@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raycap.jobs.tune.features import extract_once
+from raycap.jobs.tune.command import extract_once
 from raycap.models.captioner import build_model
 from raycap.models.decoding.search import beam_search
 from raycap.pipeline.data.reading import find_data
