@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -46,7 +45,6 @@ def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_
     search = load_search(path, overrides)
     check_address(address)
     check_before_writing(search.base)
-    require_backbone_file(search)
     inputs = ScoreInputs.read(search.base.evaluation.inputs, search.base.data.language, search.base.data)
     for name in search.config.objectives:
         if reason := why_unavailable(name, search.base.data.language, inputs):
@@ -87,10 +85,10 @@ def find_backbone(search: Search, dataset: Dataset) -> Path | None:
 
     Raises UserError if it is that of a run of the base configuration and no such run has trained it.
     """
-    base, name = search.base, search.config.backbone
+    base = search.base
     if not base.has_backbone:
         return None
-    if name == "run":
+    if search.config.backbone == "run":
         run = open_run(base, dataset.fingerprint())
         trained = [stage for stage in base.stages if stage.train_backbone]
         if not all(run.result(stage.name) for stage in trained):
@@ -100,9 +98,7 @@ def find_backbone(search: Search, dataset: Dataset) -> Path | None:
             )
         logger.info(f"backbone  from the run {run.run_id}")
         return run.weights_after(trained[-1], "backbone")
-    file = base.backbone.weights if name == "base" else str(Path(name).expanduser().resolve())
-    config = base.model_copy(update={"backbone": replace(base.backbone, weights=file)})
-    return initial_weights(config, base.working_path / "backbones")
+    return initial_weights(base, base.working_path / "backbones")
 
 
 def share_backbone(search: Search, weights: Path) -> str:
@@ -114,23 +110,6 @@ def share_backbone(search: Search, weights: Path) -> str:
     if not stored.exists():
         stored.upload(weights)
     return str(stored)
-
-
-def require_backbone_file(search: Search) -> None:
-    """Raises UserError if the key `backbone` of a search does not go with its base, or names no file."""
-    weights = search.config.backbone
-    if weights == "base":
-        return
-    if not search.base.has_backbone:
-        raise UserError(
-            f"backbone is {weights}, but {search.config.base} reads region features from features.hdf5 and has no "
-            "backbone; remove this key"
-        )
-    if weights == "run":
-        if not any(stage.train_backbone for stage in search.base.stages):
-            raise UserError("backbone is run, and no stage of the base configuration trains it; set it to base")
-    elif not (path := Path(weights).expanduser()).is_file():
-        raise UserError(f"backbone: {path} is no file; give a file, base or run")
 
 
 def extract_once(

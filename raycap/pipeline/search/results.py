@@ -168,7 +168,7 @@ def format_cell(name: str, values: Sequence[float]) -> str:
 
 def public_settings(search: Search) -> Values:
     """The settings that are not None, without those that may hold passwords or local paths."""
-    private = {"set", "storage", "base", "backbone"}
+    private = {"set", "storage", "base"}
     return search.config.model_dump(mode="json", exclude=private, exclude_none=True)
 
 

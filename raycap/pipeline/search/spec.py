@@ -132,8 +132,8 @@ class SearchConfig(Section):
     """None: the base configuration's."""
     space: dict[Name, Annotated[Dimension, _AS_CHOICES]] = Field(min_length=1, max_length=100)
     trial: TrialSection = TrialSection()
-    backbone: Text = "base"
-    """Whose features trials read: `base` (its initial backbone), `run` (that of a finished run of it), or a file."""
+    backbone: Literal["base", "run"] = "base"
+    """Whose features trials read: `base` (its initial backbone), or `run` (that of a finished run of it)."""
     objectives: dict[Name, Literal["max", "min"]] = Field(default={SCORE: "max", "macs": "min"}, min_length=1)
     metrics: tuple[Name, ...] = ("BLEU-4", "ROUGE-L")
     """More scores of a finished trial's captions."""
@@ -282,6 +282,8 @@ class Search:
             raise UserError("algorithm grid: the space is infinite; give its ranges a step, or use random or tpe")
         if self.is_population:
             self._check_population()
+        if self.config.backbone == "run" and not any(stage.train_backbone for stage in self.base.stages):
+            raise UserError("backbone is run, and no stage of the base configuration trains it; set it to base")
         trains_backbone = [self.base.stage(name).train_backbone for name in self.stages]
         if trains_backbone != sorted(trains_backbone):
             raise UserError(

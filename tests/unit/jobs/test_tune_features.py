@@ -1,4 +1,4 @@
-"""The backbone of a search: the base's, a finished run's, or a file's."""
+"""The backbone of a search: the base's, or a finished run's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raycap.jobs.tune.command import find_backbone, require_backbone_file
+from raycap.jobs.tune.command import find_backbone
 from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import UserError
@@ -18,7 +18,6 @@ from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.search.spec import Search
 from raycap.pipeline.storage.atomic import write_json
-from tests.conftest import small_config
 from tests.support.searches import small_search
 
 
@@ -47,7 +46,7 @@ def backbone_of(search: Search) -> Backbone:
 
 
 def test_a_finished_run_gives_the_backbone(tmp_path: Path, log_lines: list[str]) -> None:
-    """Every stage that trains the backbone must have ended. Its file, given by its path, is the same backbone."""
+    """Every stage that trains the backbone must have ended."""
     search = small_search(tmp_path, backbone="run")
     run = prepare(search.base)
     trained = [stage.name for stage in search.base.stages if stage.train_backbone]
@@ -58,14 +57,4 @@ def test_a_finished_run_gives_the_backbone(tmp_path: Path, log_lines: list[str])
     pretend_training(run, trained)
     assert backbone_of(search).swin.norm.bias[0] == len(trained) == 2
     assert f"backbone  from the run {run.run_id}" in log_lines
-    file = run.stage(trained[-1]) / "best-1" / "backbone.safetensors"
-    assert backbone_of(small_search(tmp_path, backbone=str(file))).swin.norm.bias[0] == 2
     assert backbone_of(small_search(tmp_path)).swin.norm.bias[0] != 2, "the base's initial backbone"
-
-
-def test_invalid_backbones_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no file; give a file, base or run"):
-        require_backbone_file(small_search(tmp_path, backbone=str(tmp_path / "absent.pth")))
-    search = small_search(tmp_path, backbone="run", set={"stages": small_config(tmp_path)["stages"][:1]})
-    with pytest.raises(UserError, match="no stage of the base configuration trains it"):
-        require_backbone_file(search)

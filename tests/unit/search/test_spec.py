@@ -14,10 +14,11 @@ from raycap.pipeline.evaluation.comparison.published import published_tables
 from raycap.pipeline.search.results import selection_note
 from raycap.pipeline.search.space import Dimension, Space, show_value
 from raycap.pipeline.search.spec import Search, SearchConfig, load_search
-from tests.conftest import ROOT
+from tests.conftest import ROOT, small_config
 from tests.support.checkout import own
 from tests.support.searches import LR, N_E, G, small_search
 
+XE = small_config(ROOT)["stages"][:1]
 SHIPPED = own((ROOT / "raycap" / "configs").glob("search_*.yaml"))
 
 
@@ -102,6 +103,7 @@ def test_points_and_labels() -> None:
             {"scheduler": {"name": "asha", "grace_epochs": 0.5}, "trial": {"set": {"stages.xe_frozen.epochs": 0.2}}},
             ["scheduler.grace_epochs = 0.5 is more than the 0.2"],
         ),
+        ({"backbone": "run", "set": {"stages": XE}}, ["no stage of the base configuration trains it; set it to base"]),
         ({"base": "absent.yaml"}, ["absent.yaml does not exist"]),
     ],
 )  # fmt: skip
