@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +30,7 @@ from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import open_run, readable
 from raycap.pipeline.search.records import SearchFolder, SearchPlan
 from raycap.pipeline.search.results import selection_note
-from raycap.pipeline.search.spec import MAX_SEEDS, Search, load_search
+from raycap.pipeline.search.spec import Search, load_search
 from raycap.pipeline.storage.lease import Lease, take_lease
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import weights_file_digest
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 120.0  # how long a killed search keeps other machines out
 
 
-def tune(path: Path, overrides: list[str], address: str | None = None, *, retry_failed: bool = False) -> int:
+def tune(path: Path, overrides: Sequence[str], address: str | None = None, *, retry_failed: bool = False) -> int:
     """Runs or resumes a search; returns the exit code, 1 when every trial failed."""
     begin = time.monotonic()
     search = load_search(path, overrides)
@@ -174,9 +175,6 @@ def command(
         ),
     ],
     set_: Set = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, max=MAX_SEEDS, help="Seeds per point. The same as --set seeds=N.")
-    ] = None,
     retry_failed: Annotated[bool, typer.Option(help="Also repeat the trials that failed.")] = False,
     address: Address = None,
 ) -> int:
@@ -186,5 +184,4 @@ def command(
 
     Example: raycap tune search_demo --set budget.trials=16
     """
-    overrides = [*(set_ or []), *([] if seeds is None else [f"seeds={seeds}"])]
-    return tune(config, overrides, address, retry_failed=retry_failed)
+    return tune(config, set_ or (), address, retry_failed=retry_failed)
