@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,6 @@ from raycap.jobs.evaluate import Evaluator, exit_code, find_bundles, find_images
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
-from raycap.models.config import Values
 from raycap.pipeline.cluster.start import check_resources
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
@@ -38,31 +37,6 @@ logger = logging.getLogger(__name__)
 Differences = dict[str, dict[str, Difference]]  # by system and metric
 MAX_PICTURES = 60  # on the page
 COST_NOTE = "Seconds per image are those of one worker on this hardware, without the loading of models."
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The results of several models on one split, by the model's name.
-
-    A system is one model, or several that differ only in their seed. Its name is the names of its models. baseline: the
-    first system, with which the others are compared.
-    """
-
-    models: Mapping[str, Scores]
-    results: Mapping[str, SplitScores]  # here, `split` is the model's name, so that tables show it
-    baseline: str
-    differences: Differences  # of each other system from the baseline
-    costs: Mapping[str, Mapping[str, float]]
-
-    @property
-    def first(self) -> str:
-        """The name of the first model."""
-        return next(iter(self.models))
-
-    @property
-    def bundles(self) -> dict[str, str]:
-        """The bundles of each model, by the model's name."""
-        return {name: str(model.bundles[0]) for name, model in self.models.items()}
 
 
 def compare_models(
@@ -133,42 +107,69 @@ def write_comparison(
     """Logs the comparison, and writes compare.json and the page compare.html to a folder.
 
     An error of the page is only logged. models: with their results on the only split. counts: the number of models of
-    each system.
+    each system, which is one model, or several that differ only in their seed. A model has the name of its bundle,
+    followed by the model's number if several bundles have one name.
     """
-    split = models[0].splits[0].split
-    compared = _compared(models, counts, split)
-    scores = score_table([*compared.results.values()])
-    logger.info(f"\n{format_table(*scores)}\n\n{format_table(*_cost_table(compared.costs))}\n")
-    content = _content(compared, split)
+    first, names = models[0], [model.bundles[0].name for model in models]
+    split = first.splits[0].split
+    labels = [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
+    results = {  # here, `split` is the model's name, so that tables show it
+        label: replace(model[split], split=label) for label, model in zip(labels, models, strict=True)
+    }
+    baseline, differences = _differences(results, counts)
+    costs = {label: _costs(model) for label, model in zip(labels, models, strict=True)}
+    bundles = {label: str(model.bundles[0]) for label, model in zip(labels, models, strict=True)}
+    columns, rows = score_table([*results.values()])
+    logger.info(f"\n{format_table(columns, rows)}\n\n{format_table(*_cost_table(costs))}\n")
+    content = {
+        "models": bundles,
+        "split": split,
+        "signature": first.protocol.signature,
+        "scores": {label: result.values for label, result in results.items()},
+        "differences": {
+            name: {metric: asdict(each) for metric, each in by_metric.items()}
+            for name, by_metric in differences.items()
+        },
+        "costs": costs,
+    }
     (place / "compare.json").write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
     decorations = Decorations()
     with decorations.making("the page of the comparison"):
-        of_first = report_images(compared.results[compared.first], images, settings.storage.options)
-        pictures = _pictures(compared.results, of_first)
-        (place / "compare.html").write_bytes(report_html(_page(compared, split, pictures)).encode())
+        result = results[labels[0]]
+        pictures = _pictures(results, report_images(result, images, settings.storage.options))
+        page = Report(
+            title=f"{len(models)} models on {split}",
+            run_id=" / ".join(labels),
+            protocol=f"{first.protocol.signature}, {result.signature}",
+            score_columns=columns,
+            score_rows=rows,
+            stages=[],
+            images=pictures,
+            metadata=bundles,
+            language=first.language,
+            tables=[_difference_table(baseline, differences), Table("Cost", COST_NOTE, *_cost_table(costs))],
+            gallery_note=f"The {len(pictures)} of {len(result.captions)} images on which CIDEr-D differs most between "
+            f"the models. The large caption and its score are those of {labels[0]}.",
+        )
+        (place / "compare.html").write_bytes(report_html(page).encode())
     decorations.log_failed()
     logger.info(f"comparison   {place / 'compare.html'}")
 
 
-def _compared(models: Sequence[Scores], counts: Sequence[int], split: str) -> Comparison:
-    """Compares the systems with the first one, and logs the differences. counts: as for `write_comparison`.
+def _differences(results: Mapping[str, SplitScores], counts: Sequence[int]) -> tuple[str, Differences]:
+    """The name of the first system, and the differences of the others from it, which are logged.
 
-    A model has the name of its bundle, followed by the model's number if several bundles have one name.
+    results: by the model's name. counts: as for `write_comparison`. A system's name is the names of its models.
     """
-    names = [model.bundles[0].name for model in models]
-    by_name = {}
-    for number, (name, model) in enumerate(zip(names, models, strict=True), 1):
-        by_name[name if names.count(name) == 1 else f"{name} ({number})"] = model
-    results = {name: replace(model[split], split=name) for name, model in by_name.items()}
     remaining = iter(results.items())
-    systems = [dict(islice(remaining, count)) for count in counts]
-    baseline, *others = (", ".join(system) for system in systems)
+    (baseline, first), *others = [
+        (", ".join(system), [*system.values()]) for system in (dict(islice(remaining, count)) for count in counts)
+    ]
     differences = Differences()
-    for name, system in zip(others, systems[1:], strict=True):
+    for name, system in others:
         logger.info(f"\n{name} (this) and {baseline} (other)")
-        differences[name] = compare([*system.values()], [*systems[0].values()])
-    costs = {name: _costs(model) for name, model in by_name.items()}
-    return Comparison(by_name, results, baseline, differences, costs)
+        differences[name] = compare(system, first)
+    return baseline, differences
 
 
 def _costs(scores: Scores) -> dict[str, float]:
@@ -191,45 +192,6 @@ def _costs(scores: Scores) -> dict[str, float]:
     return costs
 
 
-def _content(compared: Comparison, split: str) -> Values:
-    """The content of compare.json."""
-    return {
-        "models": compared.bundles,
-        "split": split,
-        "signature": compared.models[compared.first].protocol.signature,
-        "scores": {name: result.values for name, result in compared.results.items()},
-        "differences": {
-            name: {metric: asdict(each) for metric, each in by_metric.items()}
-            for name, by_metric in compared.differences.items()
-        },
-        "costs": compared.costs,
-    }
-
-
-def _page(compared: Comparison, split: str, pictures: list[ReportImage]) -> Report:
-    """The page compare.html. pictures: from `_pictures`."""
-    first, scores = compared.first, compared.models[compared.first]
-    columns, rows = score_table([*compared.results.values()])
-    chosen = f"{len(pictures)} of {len(compared.results[first].captions)} images"
-    return Report(
-        title=f"{len(compared.models)} models on {split}",
-        run_id=" / ".join(compared.models),
-        protocol=f"{scores.protocol.signature}, {compared.results[first].signature}",
-        score_columns=columns,
-        score_rows=rows,
-        stages=[],
-        images=pictures,
-        metadata=compared.bundles,
-        language=scores.language,
-        tables=[
-            _difference_table(compared),
-            Table("Cost", COST_NOTE, *_cost_table(compared.costs)),
-        ],
-        gallery_note=f"The {chosen} on which CIDEr-D differs most between the models. The large caption and its "
-        f"score are those of {first}.",
-    )
-
-
 def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Rows]:
     """The columns and rows of the table of costs. costs: by model."""
     forms = {"parameters": "{:,.0f}", "macs": "{:.3g}", "seconds_per_image": "{:.3g}"}
@@ -239,11 +201,9 @@ def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> tuple[list[str], Ro
     return ["parameters", "multiply-accumulates per image", "s per image"], rows
 
 
-def _difference_table(compared: Comparison) -> Table:
+def _difference_table(baseline: str, differences: Differences) -> Table:
     """The table of differences, with a row per system and a column per metric."""
-    columns = list(dict.fromkeys(metric for by_metric in compared.differences.values() for metric in by_metric))
-    rows = Rows()
-    for name, by_metric in compared.differences.items():
-        rows.append((name, [str(by_metric.get(column, "")) for column in columns]))
-    note = f"Each system minus {compared.baseline}, with 95 % bootstrap intervals over the images, and over the seeds"
+    columns = list(dict.fromkeys(metric for by_metric in differences.values() for metric in by_metric))
+    rows = [(name, [str(by_metric.get(column, "")) for column in columns]) for name, by_metric in differences.items()]
+    note = f"Each system minus {baseline}, with 95 % bootstrap intervals over the images, and over the seeds"
     return Table("Differences", f"{note} if a system has several.", columns, rows)
