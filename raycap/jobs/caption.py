@@ -56,10 +56,6 @@ Out = Annotated[
 BeamSize = Annotated[
     int | None, typer.Option("--beam", min=1, max=100, help="Beams per image. The default is the bundle's.")
 ]
-MaxLength = Annotated[
-    int | None,
-    typer.Option(min=3, help="Tokens per caption, including begin and end. The default is the bundle's."),
-]
 SearchSet = Annotated[
     list[str] | None,
     typer.Option(
@@ -87,7 +83,6 @@ def caption(
     out: Out = None,
     beam_size: BeamSize = None,
     num_results: Annotated[int, typer.Option("--n-best", min=1, help="Captions per image, best first.")] = 1,
-    max_length: MaxLength = None,
     set_: SearchSet = None,
     precision: Precision = "float32",
     explain: Explain = None,
@@ -104,7 +99,7 @@ def caption(
     """
     log_to_stderr()
     names = find_images(images)
-    changes = _changes(set_ or (), beam_size, max_length)
+    changes = _changes(set_ or (), beam_size)
     opened = open_bundle("--model", model)
     request = Request(opened, changes, num_results, precision, explain, address, gpus_per_worker, max_workers)
     request.check(len(names))
@@ -185,7 +180,7 @@ class Request:
         }
 
 
-def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | None) -> Values:
+def _changes(overrides: Sequence[str], beam_size: int | None) -> Values:
     """The keys of the section `evaluation` that the options set. Raises UserError for a key of another section."""
     values: Values = {"evaluation": {}}
     for override in overrides:
@@ -194,8 +189,7 @@ def _changes(overrides: Sequence[str], beam_size: int | None, max_length: int | 
         raise UserError(f"--set {shown(unknown[0])}: only keys of the section evaluation, such as evaluation.ranking")
     if not isinstance(values["evaluation"], dict):
         raise UserError("--set evaluation: give its keys one by one, such as evaluation.ranking=sum")
-    options = {"beam_size": beam_size, "max_length": max_length}  # win over the same keys in --set
-    return values["evaluation"] | {key: value for key, value in options.items() if value is not None}
+    return values["evaluation"] | ({} if beam_size is None else {"beam_size": beam_size})  # wins over --set
 
 
 def _caption(names: Sequence[str], request: Request, output: CaptionFile | None, *, json_lines: bool) -> int:

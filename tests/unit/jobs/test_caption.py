@@ -262,7 +262,9 @@ def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
 
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = write_images(tmp_path / "images", 2)
-    assert caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, max_length=5) == 0
+    assert (
+        caption(names, str(bundle), explain=tmp_path / "maps", json_lines=True, set_=["evaluation.max_length=5"]) == 0
+    )
     pictures = sorted((tmp_path / "maps").iterdir())
     assert [path.name for path in pictures] == ["0000-0.png", "0001-1.png"]
     assert f"heat maps: {tmp_path / 'maps'}" in capsys.readouterr().err

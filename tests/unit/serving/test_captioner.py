@@ -40,7 +40,7 @@ def test_captions_are_those_of_the_command(
     for options, settings in (
         ([], {}),
         (["--n-best", "2"], {"num_results": 2}),
-        (["--beam", "2", "--max-length", "7"], {"beam_size": 2, "max_length": 7}),
+        (["--beam", "2", "--set", "evaluation.max_length=7"], {"beam_size": 2, "max_length": 7}),
         (["--set", "evaluation.ranking=sum"], {"search": {"ranking": "sum"}}),
     ):
         assert main(["caption", *names, "--model", str(bundle), "--json", *options]) == 0
