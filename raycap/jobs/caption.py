@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,6 @@ from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle, StoredBundle, bundle_digests
 from raycap.pipeline.evaluation.confidence import Confidence
-from raycap.pipeline.evaluation.reports.pictures import draw_word_maps
 from raycap.pipeline.runtime.log import Decorations, log_to_stderr, progress
 from raycap.pipeline.runtime.names import print_line, printable, quoted, shown
 from raycap.pipeline.runtime.processor import prepare_processor
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from raycap.pipeline.evaluation.captioning.service import CaptionService
 
 MIN_IMAGES_FOR_RAY = 2_000  # for fewer images, starting a local Ray takes longer than it saves
+TILE, SPACE = 2.4, 0.05  # the side of a heat map and the space below it, in inches
+COLUMNS = 6  # of heat maps
+# Matplotlib takes each character from the first of these fonts that has it. DejaVu Sans is part of matplotlib.
+FONTS = ("DejaVu Sans", "Noto Sans", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "Unifont", "FreeSans")
 
 
 # Options of the command
@@ -305,12 +309,38 @@ def _start_pool(request: Request, has_joined_cluster: bool) -> CaptionPool:
 
 
 def _draw_words(path: Path, name: str, service: CaptionService, caption: str) -> None:
-    """Draws heat maps of the attention and attribution of each word of a caption into the file `path`."""
+    """Writes a PNG file with an image and heat maps of the attention and attribution of each word of a caption.
+
+    They are those of ExpansionNet v2's Figure 4. The colors of each map range from its smallest value (dark) to its
+    largest value (yellow).
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import fontManager
+
     image = load_image(name)
     explanation = service.explain(service.transform(image), caption)
     assert explanation.attribution is not None
-    maps = {"attention": explanation.attention, "attribution": explanation.attribution}
-    draw_word_maps(path, image, explanation.words, maps, explanation.grid)
+    words, maps = explanation.words, {"attention": explanation.attention, "attribution": explanation.attribution}
+    columns = min(COLUMNS, 1 + len(words))
+    rows = math.ceil((1 + len(words)) / columns) * len(maps)
+    figure = Figure(figsize=(columns * TILE, rows * (TILE * 1.2 + SPACE)))
+    figure.set_layout_engine("constrained", h_pad=SPACE)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    installed = {font.name for font in fontManager.ttflist}
+    fonts = [font for font in FONTS if font in installed]
+    for axis in axes.flat:
+        axis.axis("off")
+    axes[0, 0].imshow(image.convert("RGB"), extent=(0, 1, 0, 1))
+    gray = image.convert("L")  # gray, so that colors of the image are not mistaken for those of the map
+    for row, (kind, weights) in enumerate(maps.items()):
+        for number, word in enumerate(words, 1):
+            line, column = divmod(number, columns)
+            axis = axes[line * len(maps) + row, column]
+            axis.imshow(gray, "gray", vmin=0, vmax=255, extent=(0, 1, 0, 1))
+            level = weights[number - 1].reshape(explanation.grid)
+            axis.imshow(level, "plasma", extent=(0, 1, 0, 1), alpha=0.55, interpolation="bicubic")
+            axis.set_title(f"{word}\n{kind}", parse_math=False, fontsize=9, fontfamily=fonts)
+    figure.savefig(path, dpi=96)
 
 
 def _print_row(json_lines: bool, row: Row) -> None:

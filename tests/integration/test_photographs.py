@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from raycap.models.encoders.pretrained import PACKAGES
+from raycap.models.encoders.backbone import PACKAGES
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import read_journal
 from tests.conftest import ROOT

