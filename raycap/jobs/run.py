@@ -27,7 +27,7 @@ from raycap.pipeline.data.reading import find_data
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import CONTENT_FILES, bundle_digests
 from raycap.pipeline.evaluation.evaluate import Options, SplitCaptions, evaluate, keep_results
-from raycap.pipeline.evaluation.reports.page import write_report
+from raycap.pipeline.evaluation.reports.page import report_html
 from raycap.pipeline.evaluation.reports.report import report, score_table
 from raycap.pipeline.evaluation.reports.tables import format_table
 from raycap.pipeline.evaluation.results import Scores, write_captions
@@ -47,7 +47,7 @@ from raycap.pipeline.runs.preflight import check_before_writing
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
-from raycap.pipeline.storage.atomic import write_json
+from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import DIGESTS
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError
@@ -201,7 +201,7 @@ class RunDriver:
         with self._timed("report"), decorations.making("the report"):
             options, name, pictured = self.config.storage.options, self.config.name, self.config.data.test_splits
             page = report(scores, options, title=name, run_id=folder.run_id, pictured=pictured)
-            write_report(folder.path / "report.html", run_page(page, folder, by_stage, self.durations))
+            write_text(folder.path / "report.html", report_html(run_page(page, folder, by_stage, self.durations)))
             folder.push("report.html")
         with self._timed("registration"):
             registered = self.tracker.finish(scores.flat(), local_bundle(folder))

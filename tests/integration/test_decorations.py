@@ -51,7 +51,7 @@ def test_a_run_without_its_decorations_is_complete_and_repaired(
     )
     (checkpoint := trained.path / f"stages/{FROZEN_STAGES[0]}/step-3").mkdir()  # as after a kill at the stage's end
     with monkeypatch.context() as failing:
-        failing.setattr("raycap.jobs.run.write_report", broken)
+        failing.setattr("raycap.jobs.run.report_html", broken)
         failing.setattr("raycap.pipeline.tracking.run_tracker.register_model", broken)
         failing.setattr("raycap.pipeline.evaluation.scores.java.meteor", broken)
         run(config)
@@ -90,7 +90,7 @@ def test_ctrl_c_in_a_decoration_ends_the_run(trained: RunFolder, monkeypatch: py
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raycap.jobs.run.write_report", interrupted)
+    monkeypatch.setattr("raycap.jobs.run.report_html", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(trained.config)
     assert not (trained.path / "COMPLETE.json").exists() and (trained.path / "scores.json").is_file()

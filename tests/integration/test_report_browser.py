@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raycap.pipeline.data.synthetic.scenes import draw_scene, make_scene
-from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, write_report
+from raycap.pipeline.evaluation.reports.page import Report, ReportImage, ReportStage, report_html
 from tests.support.chromium import NAMES, Page, chromium_page, find_chromium
 
 PROGRAM = find_chromium()
@@ -42,7 +42,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, Pa
     page = Report(
         "A run", "demo", "protocol", ["BLEU-4"] * 7, [("test", ["12.3"] * 7)], stages, images, {"commit": "abc"}
     )
-    write_report(folder / "report.html", page)
+    (folder / "report.html").write_text(report_html(page), encoding="utf-8")
     assert PROGRAM is not None
     with chromium_page(PROGRAM, folder / "profile") as tab:
         yield tab, folder / "report.html"

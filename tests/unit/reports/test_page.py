@@ -24,7 +24,7 @@ from raycap.pipeline.evaluation.reports.page import (
     ReportStage,
     choose_images,
     curve,
-    write_report,
+    report_html,
 )
 from raycap.pipeline.evaluation.reports.tables import Table
 
@@ -87,7 +87,7 @@ def _report(**changes: object) -> Report:
 
 
 def _written(folder: Path, page: Report) -> tuple[str, Reader]:
-    write_report(folder / "report.html", page)
+    (folder / "report.html").write_text(report_html(page), encoding="utf-8")
     html = (folder / "report.html").read_text("utf-8")
     return html, Reader(html)
 

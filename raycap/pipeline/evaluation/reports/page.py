@@ -21,7 +21,6 @@ from raycap.pipeline.config.languages import ENGLISH
 from raycap.pipeline.data.images import BadImage, decode_image, read_image_file
 from raycap.pipeline.evaluation.confidence import Quality
 from raycap.pipeline.evaluation.reports.tables import UNAVAILABLE, Table
-from raycap.pipeline.storage.atomic import write_text
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
@@ -92,11 +91,6 @@ class Report:
     tables: Sequence[Table] = ()
     gallery_note: str = ""
     confidence: Mapping[str, Quality] = field(default_factory=dict)
-
-
-def write_report(path: Path, report: Report) -> None:
-    """Writes the page of `report_html` atomically."""
-    write_text(path, report_html(report))
 
 
 def report_html(report: Report) -> str:
