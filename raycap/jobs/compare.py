@@ -146,7 +146,7 @@ def write_comparison(
             stages=[],
             images=pictures,
             metadata=bundles,
-            language=first.language,
+            language=first.protocol.language,
             tables=[_difference_table(baseline, differences), Table("Cost", COST_NOTE, *_cost_table(costs))],
             gallery_note=f"The {len(pictures)} of {len(result.captions)} images on which CIDEr-D differs most between "
             f"the models. The large caption and its score are those of {labels[0]}.",

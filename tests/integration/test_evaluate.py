@@ -191,7 +191,7 @@ def test_the_golden_ensemble_holds_through_bundles_and_a_store(tmp_path: Path, r
         }
     )
     models = [TaskModel(StoredBundle(storage_path(tmp_path / name)), storage_path(store)) for name in names]
-    found = caption_on_cluster(models, {"test": SplitTask(part)}, config).splits["test"]
+    found = caption_on_cluster(models, {"test": SplitTask(part)}, config)[0]["test"]
     expected = recorded["ensemble_beam_3"]
     assert sorted(found) == list(range(len(features)))
     for image, sequences in enumerate(expected["sequences"]):

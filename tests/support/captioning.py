@@ -10,13 +10,13 @@ import pyarrow as pa
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.evaluation.captioning import on_cluster
-from raycap.pipeline.evaluation.captioning.on_cluster import Captioned, SplitTask, TaskModel
+from raycap.pipeline.evaluation.captioning.on_cluster import SplitTask, TaskModel
 from raycap.pipeline.evaluation.results import ImageCaption, RankedCaption
 
 
 def caption_here(
     models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_signals: bool = True
-) -> Captioned:
+) -> tuple[dict[str, dict[int, ImageCaption]], float]:
     """What `caption_on_cluster` gives, computed in this process by the task of a single worker."""
     workers = config.workers.model_copy(update={"num_workers": 1})
     found: dict[str, dict[int, ImageCaption]] = {name: {} for name in splits}
@@ -25,7 +25,7 @@ def caption_here(
         0, models, splits, config.model_copy(update={"workers": workers}), with_signals
     ):
         found[name] |= captions
-    return Captioned(found, time.monotonic() - begin)
+    return found, time.monotonic() - begin
 
 
 def captions_of(

@@ -16,20 +16,14 @@ G, N_E, LR = "model.static_expansion", "model.dynamic_expansion", "stages.xe_fro
 SPACE = {G: [[4], [8], [4, 8]], N_E: [2, 4]}
 
 
-def search_values(tmp_path: Path, **changes: Any) -> dict[str, Any]:
-    """The plain values of a small search. Its base configuration is written to `tmp_path`.
+def write_search(tmp_path: Path, **changes: Any) -> Path:
+    """Writes a small search and its base configuration, and returns its path.
 
     changes: values by key, of which None removes the key."""
-    base = tmp_path / "base.yaml"
-    base.write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
-    values: dict[str, Any] = {"name": "small", "base": "base.yaml", "space": SPACE, "budget": {"trials": 4}}
-    return {key: value for key, value in (values | changes).items() if value is not None}
-
-
-def write_search(tmp_path: Path, **changes: Any) -> Path:
-    """Writes a small search and returns its path."""
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(small_config(tmp_path / "storage")))
+    values: dict[str, Any] = {"name": "small", "base": "base.yaml", "space": SPACE, "budget": {"trials": 4}} | changes
     path = tmp_path / "search.yaml"
-    path.write_text(yaml.safe_dump(search_values(tmp_path, **changes), sort_keys=False))
+    path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}, sort_keys=False))
     return path
 
 

@@ -366,12 +366,12 @@ def _new_captions(
     has_every_image = len(tasks[largest].images) == num_images
     if has_every_image and all(each == automata[largest] for each in automata.values()):
         tasks = {largest: tasks[largest]}
-    found = caption_on_cluster(models, tasks, settings, with_signals=not options.metrics)
-    captions = {image: each for part in found.splits.values() for image, each in part.items()}
+    found, seconds = caption_on_cluster(models, tasks, settings, with_signals=not options.metrics)
+    captions = {image: each for part in found.values() for image, each in part.items()}
     num_captioned = sum(not each.error for each in captions.values())
     captions |= {image: ImageCaption(error=reason) for image, reason in inputs.unreadable.items()}
     by_split = {split: {image: captions[n] for image, n in ids.items()} for split, ids in inputs.image_ids.items()}
-    return by_split, found.seconds / num_captioned if num_captioned else None
+    return by_split, seconds / num_captioned if num_captioned else None
 
 
 def _with_confidence(scores: Scores, settings: RunConfig) -> Scores:

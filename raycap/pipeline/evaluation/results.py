@@ -276,11 +276,6 @@ class Scores:
         return replace(self, splits=tuple(self[split] for split in splits))
 
     @property
-    def language(self) -> str:
-        """The language of the captions."""
-        return self.protocol.language
-
-    @property
     def unreadable(self) -> dict[ImageId, str]:
         """{image id: reason} for the images without a caption, over all splits."""
         return {image: reason for each in self.splits for image, reason in each.unreadable.items()}
@@ -288,7 +283,7 @@ class Scores:
     @property
     def unavailable(self) -> dict[str, str]:
         """{metric: reason} for metrics that failed now and may succeed later or on another machine."""
-        scores = [each.scores.repairable(self.language) for each in self.splits if each.scores is not None]
+        scores = [each.scores.repairable(self.protocol.language) for each in self.splits if each.scores is not None]
         return {name: reason for each in scores for name, reason in each.items()}
 
     def flat(self) -> dict[str, float]:

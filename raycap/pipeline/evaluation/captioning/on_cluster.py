@@ -48,20 +48,14 @@ class TaskModel(NamedTuple):
     store: StoragePath | None = None
 
 
-class Captioned(NamedTuple):
-    """The captions of each split, by image id. seconds: the workers' times in total, without the loading of models."""
-
-    splits: dict[str, dict[int, ImageCaption]]
-    seconds: float
-
-
 def caption_on_cluster(
     models: Sequence[TaskModel], splits: Mapping[str, SplitTask], config: RunConfig, *, with_signals: bool = True
-) -> Captioned:
+) -> tuple[dict[str, dict[int, ImageCaption]], float]:
     """Captions each split with a model or an ensemble, in the order of the split's images. Ray must have been started.
 
-    with_signals: also compute the signals of each best caption. An image that cannot be read has the
-    reason in place of captions. Raises JobFailedError if no caption arrives for `workers.max_stall_minutes`.
+    with_signals: also compute the signals of each best caption. Returns the captions of each split by image id, and the
+    workers' seconds in total, without the loading of models. An image that cannot be read has the reason in place of
+    captions. Raises JobFailedError if no caption arrives for `workers.max_stall_minutes`.
     """
     import ray
 
@@ -82,7 +76,7 @@ def caption_on_cluster(
     in_order = {
         name: {image: found[name][image] for image in split.images.column("image_id")} for name, split in splits.items()
     }
-    return Captioned(in_order, worker_seconds)
+    return in_order, worker_seconds
 
 
 def _caption_shard(

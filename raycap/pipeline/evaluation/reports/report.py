@@ -44,7 +44,7 @@ def report(scores: Scores, options: StorageOptions, *, title: str, run_id: str, 
         stages=[],
         images=images,
         metadata={},
-        language=scores.language,
+        language=scores.protocol.language,
         confidence={each.split: each.quality for each in scores.splits if each.quality is not None},
     )
 
