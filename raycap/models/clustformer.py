@@ -462,13 +462,10 @@ class ClustFormer(EncoderDecoder):
             return self._arrange(features)
         if config.encoder_clusters != "2d":
             return None, Layout(1, count, config.sampling, valid_tokens(lengths, count))
-        rows, columns = config.grid or (math.isqrt(count), math.isqrt(count))
-        if rows * columns != count:
-            raise ValueError(
-                f"{count} image tokens are no grid of {rows} x {columns} = {rows * columns}; "
-                "set model.grid to [rows, columns]"
-            )
-        return None, Layout(rows, columns, config.sampling)
+        side = math.isqrt(count)  # images are squares
+        if side * side != count:
+            raise ValueError(f"{count} image tokens are no square grid; set model.encoder_clusters to 1d or none")
+        return None, Layout(side, side, config.sampling)
 
     def _arrange(self, features: Features) -> tuple[Arrangement, Layout]:
         """Does what `_layout` does for regions in a grid. Raises ValueError if their boxes are missing."""

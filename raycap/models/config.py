@@ -239,8 +239,6 @@ class ClustFormerConfig(ModelConfig):
     """The size of a fixed window that replaces C everywhere."""
     norm: Literal["pre", "post"] = "pre"
     inputs: Literal["grid", "regions"] = "grid"
-    grid: tuple[Count, Count] | None = None
-    """The size of the grid of image tokens, [rows, columns]. By default, the grid is a square."""
     region_rows: Count = 6
     """The rows of the grid into which regions are arranged by their boxes."""
     decoder: Literal["causal", "mask_token"] = "causal"
@@ -264,8 +262,6 @@ class ClustFormerConfig(ModelConfig):
                 f"model.sampling = {self.sampling} with model.inputs = regions: neighbors among regions are no "
                 "evenly spaced cells to pool; set model.sampling to 1"
             )
-        if self.inputs == "regions" and self.grid is not None:
-            raise ValueError("model.grid is for grid features; with model.inputs = regions set model.region_rows")
 
     @property
     def needs_boxes(self) -> bool:

@@ -187,15 +187,8 @@ def test_the_model_is_its_literal_form(variant: dict[str, Any]) -> None:
         torch.testing.assert_close(logits[image], expected, rtol=1e-6, atol=1e-6)  # positions are float32
 
 
-@torch.no_grad()
-def test_grids_that_are_no_square() -> None:
-    model = small_clustformer(6, grid=(2, 5), sampling=2)
-    features = features_for(1, 10)
-    expected = Literal(model).encode(features[0], (2, 5))
-    torch.testing.assert_close(model.encode(Features(features)).states[0], expected, rtol=0, atol=1e-8)
-    with pytest.raises(ValueError, match=r"9 image tokens are no grid of 2 x 5 = 10; set model.grid"):
-        model.encode(Features(features_for(1, 9)))
-    with pytest.raises(ValueError, match=r"8 image tokens are no grid of 2 x 2 = 4"):
+def test_grids_that_are_no_square_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"8 image tokens are no square grid; set model.encoder_clusters to 1d"):
         small_clustformer(6).encode(Features(features_for(1, 8)))
 
 
