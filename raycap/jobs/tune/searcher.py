@@ -70,7 +70,8 @@ class PointSearcher(OptunaSearch):
         for _ in range(MAX_REPEATED_DRAWS):
             self.num_draws += 1
             draw_id = f"draw-{self.num_draws}"
-            point = self.space.rounded(super().suggest(draw_id) or {})
+            drawn = super().suggest(draw_id) or {}
+            point = {key: dimension.rounded(drawn[key]) for key, dimension in self.space.dimensions.items()}
             known = self.points.get(point_key(point))
             if known is None:
                 self.points[point_key(point)] = _Point(draw_id)

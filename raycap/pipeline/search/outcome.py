@@ -14,8 +14,9 @@ from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.reports.page import render_template
 from raycap.pipeline.evaluation.reports.tables import Table, format_table
 from raycap.pipeline.runtime.log import Decorations
-from raycap.pipeline.search.records import SearchFolder, TrialRecord, count, states_text
+from raycap.pipeline.search.records import SearchFolder, TrialRecord, count
 from raycap.pipeline.search.results import (
+    STATES,
     PointResult,
     SearchResults,
     comparisons,
@@ -85,12 +86,13 @@ def write_page(
     shares, note: of `importances`.
     """
     search, records, plot = results.search, results.records, pareto_plot(results)
+    states = [f"{number} {state}" for state in STATES if (number := count(records, state))]
     write_bytes(folder / "pareto.png", plot)
     text = render_template(
         TEMPLATE,
         title=search.config.name,
         search_id=folder.name,
-        summary=f"{len(records)} trials of {', '.join(search.stages)}: {states_text(records)}.",
+        summary=f"{len(records)} trials of {', '.join(search.stages)}: {', '.join(states)}.",
         tables=tables,
         pareto=base64.b64encode(plot).decode(),
         importance=[(short(key), share) for key, share in shares.items()],

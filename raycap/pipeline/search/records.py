@@ -89,11 +89,6 @@ def count(records: Sequence[TrialRecord], *states: TrialState) -> int:
     return sum(record.state in states for record in records)
 
 
-def states_text(records: Sequence[TrialRecord]) -> str:
-    """The number of trials in each state, without states that no trial has."""
-    return ", ".join(f"{count(records, state)} {state}" for state in (*ENDED, "running") if count(records, state))
-
-
 @dataclass(frozen=True)
 class SearchPlan:
     """What the processes of all trials need."""

@@ -16,12 +16,12 @@ from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, in_language, searched
 from raycap.pipeline.evaluation.comparison.published import PublishedTable, published_tables
 from raycap.pipeline.evaluation.reports.tables import Rows, Table
-from raycap.pipeline.search.records import TrialRecord, by_point
+from raycap.pipeline.search.records import TrialRecord, TrialState, by_point
 from raycap.pipeline.search.space import show_value
 from raycap.pipeline.search.spec import COSTS, SCORE, Search
 from raycap.pipeline.storage.atomic import atomic_path, write_text
 
-STATES = ("finished", "stopped", "running", "failed")  # of a trial or point, the best first
+STATES: tuple[TrialState, ...] = ("finished", "stopped", "running", "failed")  # of a trial or point, the best first
 FILES = ("search.html", "pareto.png", "trials.csv", "best.yaml")
 COSTS_SHOWN = ("macs_executed", "parameters")  # next to a paper's table
 EXPANSION = "encoder_dynamic_expansion"  # a key that only some models have

@@ -115,10 +115,6 @@ class Space:
         for choices in itertools.product(*(dimension.listed() or [] for dimension in self.dimensions.values())):
             yield dict(zip(self.dimensions, choices, strict=True))
 
-    def rounded(self, point: Mapping[str, object]) -> Values:
-        """The point with its numbers as `Dimension.rounded` returns them."""
-        return {key: dimension.rounded(point[key]) for key, dimension in self.dimensions.items()}
-
     def changes(self, point: Mapping[str, Any]) -> Values:
         """The values that a point sets, as {configuration key: value}. A point without choices sets none."""
         values = {key: self.dimensions[key].values.get(choice, choice) for key, choice in point.items()}
