@@ -10,12 +10,12 @@ import fcntl
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import takewhile
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -42,7 +42,6 @@ NUM_READS = 8  # folders that are read at a time
 # every few seconds, but an extraction of features writes only to another folder, so the time is long.
 ACTIVE_S = 3600.0
 TITLES = {"runs": "run", "searches": "search", "retrain": "champion of", "features": "features", "models": "bundle"}
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # temporary names of `pipeline.storage.atomic`
 BEST = re.compile(r"(stages/[^/]+/best-\d+)/.*")
 # Errors that are raised when a damaged file is read.
 FAILURES = (UserError, JobFailedError, OSError, LookupError, TypeError, AttributeError, ValueError)
@@ -63,7 +62,7 @@ def runs(
     """List what a storage contains, and remove what is not needed.
 
     The tables have the runs with their state and CIDEr-D, searches, champions, bundles and feature stores. --prune
-    shows the feature stores that no run uses, and what killed processes have left. Nothing is removed without --yes.
+    shows the feature stores that no run uses. Nothing is removed without --yes.
 
     Example: raycap runs results
     """
@@ -115,19 +114,19 @@ def _print_table(title: str, entries: Sequence[Content]) -> None:
 
 
 def _prune(storage: StoragePath, found: Mapping[str, Sequence[Content]], yes: bool) -> None:
-    """Prints which folders can be removed and, with --yes, removes them one by one."""
+    """Prints which feature stores can be removed and, with --yes, removes them one by one."""
     removals, kept = plan_removals(storage, found)
     if kept:
         print_line(without_secrets(kept))
-    total = _size(sum(removal.content.bytes for removal in removals))
-    for content, why in removals:
+    total = _size(sum(store.bytes for store in removals))
+    for store in removals:
         if yes:
-            remove(storage / content.path)
-        print_line(f"{'removed' if yes else 'would go'}  {_size(content.bytes):>9}  {content.path}  ({why})")
+            remove(storage / store.path)
+        print_line(f"{'removed' if yes else 'would go'}  {_size(store.bytes):>9}  {store.path}  (no run reads it)")
     if yes:
         print(f"removed {total}")
     elif removals:
-        print(f"{len(removals)} folders with {total}; nothing was removed, --yes removes them")
+        print(f"{len(removals)} stores with {total}; nothing was removed, --yes removes them")
     else:
         print("nothing to remove")
 
@@ -191,12 +190,13 @@ class Content:
 
 
 def _listed(storage: StoragePath, part: str, depth: int = 1) -> list[Content]:
-    """The folders `depth` levels below a part of the storage, including hidden ones. No file is read."""
+    """The folders `depth` levels below a part of the storage, without hidden ones. No file is read."""
     found: dict[str, Content] = {}
     for file, entry in (storage / part).walk():
         names = file.split("/")
         is_lock = names[depth:] == [".lock"]  # left out, because its time shows no change of the content
-        if len(names) > depth and all(names[:depth]) and not is_lock:
+        is_hidden = any(not name or name.startswith(".") for name in names[:depth])
+        if len(names) > depth and not is_hidden and not is_lock:
             name = "/".join(names[:depth])
             found.setdefault(name, Content(part, name)).files["/".join(names[depth:])] = entry
     return [found[name] for name in sorted(found)]
@@ -209,7 +209,7 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
     """
 
     def read(part: str, reader: Callable[[StoragePath, Content], None], depth: int = 1) -> list[Content]:
-        """The folders of a part, without hidden ones. `reader` sets the state of each."""
+        """The folders of a part. `reader` sets the state of each."""
 
         def with_state(entry: Content) -> Content:
             try:
@@ -219,8 +219,7 @@ def read_contents(storage: StoragePath) -> dict[str, list[Content]]:
             return entry
 
         with ThreadPoolExecutor(NUM_READS) as pool:
-            visible = (each for each in _listed(storage, part, depth) if not re.search(r"(^|/)\.", each.name))
-            return list(pool.map(with_state, visible))
+            return list(pool.map(with_state, _listed(storage, part, depth)))
 
     readers = {"runs": _read_run, "searches": _read_search, "retrain": _read_champion, "features": _read_features}
     found = {part: read(part, reader) for part, reader in readers.items()}
@@ -318,57 +317,38 @@ def _is_leased(path: StoragePath) -> bool:
         return True
 
 
-class Removal(NamedTuple):
-    """A folder that can be removed, and the reason."""
+def plan_removals(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> tuple[list[Content], str]:
+    """The feature stores that can be removed, and why the others are kept, or "" if all were examined.
 
-    content: Content
-    why: str
-
-
-def plan_removals(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> tuple[list[Removal], str]:
-    """The folders that can be removed, and why feature stores are kept, or "" if all were examined.
-
-    found: from `read_contents`.
+    found: from `read_contents`. A store can be removed if no run has its backbone.
     """
-    removals = list(_leftovers(storage))
     try:
         for entry in (*found["searches"], *found["retrain"], *found["runs"]):
             if entry.state in ("in progress", "damaged"):
                 raise UserError(f"{entry.path} is {entry.state} and may need them")
-        return [*removals, *_unused_features(storage, found)], ""
+        stores = [store for store in found["features"] if store.backbone is not None and store.days > LEAST_DAYS]
+        used = _used_backbones(storage, found["runs"]) if stores else set()
     except FAILURES as error:
-        return removals, f"features are kept: {one_line(error)}"
+        return [], f"features are kept: {one_line(error)}"
+    return [store for store in stores if store.backbone not in used], ""
 
 
-def _leftovers(storage: StoragePath) -> Iterator[Removal]:
-    """The hidden folders that killed processes have left beside runs and feature stores on a disk."""
-    if storage.is_remote:
-        return
-    for part in ("runs", "features"):
-        for content in _listed(storage, part):
-            if TEMPORARY.fullmatch(content.name) and content.days > LEAST_DAYS:
-                yield Removal(content, "of a killed process")
-
-
-def _unused_features(storage: StoragePath, found: Mapping[str, Sequence[Content]]) -> list[Removal]:
-    """The feature stores whose backbone no run has. Raises one of FAILURES if the backbones of a run cannot be read."""
-    stores = [store for store in found["features"] if store.backbone is not None and store.days > LEAST_DAYS]
-    if not stores:
-        return []
+def _used_backbones(storage: StoragePath, runs: Sequence[Content]) -> set[str]:
+    """The digests of the runs' backbones, "" for a run that reads regions. Raises one of FAILURES if one is unknown."""
     used = set[str]()
-    for run in found["runs"]:
+    for run in runs:
         if run.state == "unprepared":  # it would extract its features again
             continue
         best = {match[1] for match in map(BEST.fullmatch, run.files) if match}
         for part in ("init", *best):
             path = storage / run.path / part / DIGESTS
             digests = digests_in(path.read_bytes(MAX_RECORD_BYTES), str(path))
-            used.add(str(digests.get("backbone.safetensors", "")))  # "" for a run that reads regions
-    return [Removal(store, "no run reads it") for store in stores if store.backbone not in used]
+            used.add(str(digests.get("backbone.safetensors", "")))
+    return used
 
 
 def remove(folder: StoragePath) -> None:
-    """Removes a feature store or a leftover, in the order that the top of this file describes."""
+    """Removes a feature store, in the order that the top of this file describes."""
     for name in sorted(folder.list(), key=lambda name: (name == "COMPLETE", not name.startswith("manifest/"))):
         (folder / name).delete()
     folder.delete_folder()

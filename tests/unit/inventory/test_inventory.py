@@ -52,7 +52,7 @@ def run_of(storage: FakeStorage, name: str = "demo-1") -> Content:
 
 def plan(storage: FakeStorage) -> set[str]:
     """The paths of what can be removed."""
-    return {removal.content.path for removal in plan_removals(storage.place, read_contents(storage.place))[0]}
+    return {store.path for store in plan_removals(storage.place, read_contents(storage.place))[0]}
 
 
 def kept(storage: FakeStorage) -> str:
@@ -159,15 +159,6 @@ def test_what_is_not_known_is_kept(local: FakeStorage, wait: Wait, damage: str) 
         (local.place / "runs/demo-1/init/digests.json").delete()
     wait(40)
     assert kept(local) and not plan(local)
-
-
-def test_a_leftover_of_a_killed_process(local: FakeStorage, wait: Wait) -> None:
-    local.write("runs/.demo-1.0123456789ab.tmp/init/model.safetensors", b"1")
-    assert not plan(local)
-    wait(2)
-    assert plan(local) == {"runs/.demo-1.0123456789ab.tmp"}
-    remove_all(local)
-    assert not any((local.place.path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("count", [1, 4])
