@@ -21,8 +21,7 @@ class Captioner:
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._service, self._options = loaded.service, loaded.options
-        self.model = loaded.info
+        self._service, self.model = loaded.service, loaded.info
 
     def caption(
         self,
@@ -51,7 +50,7 @@ class Captioner:
         given = {"beam_size": beam_size, "max_length": max_length}  # win over the same keys in `search`
         changes = dict(search or {}) | {key: value for key, value in given.items() if value is not None}
         settings = self._service.changed_search(changes, num_results)
-        found = self._service.caption_images(images, settings, batch_size=batch_size, options=self._options)
+        found = self._service.caption_images(images, settings, batch_size=batch_size)
         return list(found)
 
     def explain(
@@ -67,7 +66,7 @@ class Captioner:
         tokens.
         """
         try:
-            pixels = self._service.pixels(image, self._options)
+            pixels = self._service.pixels(image)
         except BadImage as error:
             raise UserError(f"the image cannot be explained: {error}") from error
         if caption is None:
@@ -82,15 +81,14 @@ def load(
     device: Literal["cpu", "cuda"] | None = None,
     precision: Literal["float32", "bfloat16"] = "float32",
     storage: str | Path = "results",
-    endpoint_url: str | None = None,
 ) -> Captioner:
     """Loads a model and returns a captioner for it.
 
     model: the folder of a bundle, which may be an s3:// prefix. champion:NAME is the best model so far of the
     configuration NAME, as `raycap retrain` keeps it. device: by default a GPU if torch sees one. precision: bfloat16
     changes a few captions, and speeds up large models on hardware that supports it. storage: the folder or s3:// prefix
-    with the champions. endpoint_url: the address of an S3-compatible server. Credentials come from the environment.
+    with the champions. Credentials, and AWS_ENDPOINT_URL for a compatible server, come from the environment.
 
     Raises UserError if `model` is not a model that captions images, or if this machine does not have the device.
     """
-    return Captioner(load_address(str(model), str(storage), endpoint_url, device=device, precision=precision))
+    return Captioner(load_address(str(model), str(storage), device=device, precision=precision))

@@ -27,12 +27,12 @@ from raycap.pipeline.retrain.champion import LEASE, POINTER, ChampionStore
 from raycap.pipeline.runs.folder import RunMetadata
 from raycap.pipeline.runs.preflight import storage_errors
 from raycap.pipeline.runtime.names import expanded_path, one_line, print_line, printable, shown
-from raycap.pipeline.runtime.secrets import remember_address, without_secrets
+from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.records import ENDED, TRIALS, read_records
 from raycap.pipeline.storage.digests import DIGESTS, digests_in
 from raycap.pipeline.storage.lease import LeaseRecord
 from raycap.pipeline.storage.path import Entry, StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions, is_remote
+from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, require_mapping
 
 LEAST_DAYS = 1.0  # Newer folders are kept, because a process on another machine may be using them.
@@ -52,7 +52,6 @@ def runs(
         str,
         typer.Argument(help="A storage's folder, s3://BUCKET/FOLDER, or a configuration.", metavar="STORAGE|CONFIG"),
     ],
-    endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server, for s3://...")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     prune: Annotated[
         bool, typer.Option("--prune", help="Show what can be removed, and how many bytes it has.")
@@ -66,10 +65,10 @@ def runs(
 
     Example: raycap runs results
     """
-    storage = _storage(target, endpoint_url)
+    storage = _storage(target)
     if yes and not prune:
         raise UserError("--yes removes what --prune shows; give both")
-    with storage_errors("--endpoint-url", "give a storage that exists"):
+    with storage_errors("AWS_ENDPOINT_URL", "give a storage that exists"):
         storage.require_answer()
     found = read_contents(storage)
     size = sum(entry.bytes for entries in found.values() for entry in entries)
@@ -85,16 +84,13 @@ def runs(
         _prune(storage, found, yes)
 
 
-def _storage(target: str, endpoint_url: str | None) -> StoragePath:
+def _storage(target: str) -> StoragePath:
     """The storage that an argument names. Raises UserError if there is none."""
     if is_remote(target):
-        remember_address(endpoint_url or "")
-        return storage_path(target, StorageOptions(endpoint_url))
+        return storage_path(target)
     path = named_place(expanded_path(target))
     if path is None:
         raise UserError(f"{shown(target)} does not exist; give a storage's folder, s3://..., or a configuration")
-    if endpoint_url is not None:
-        raise UserError("--endpoint-url belongs to s3://...; a configuration has the key storage.endpoint_url")
     return load_config(path, ()).storage_place if path.is_file() else storage_path(path)
 
 

@@ -44,7 +44,7 @@ class Service:
         self.port, self.log = free_port(), cluster.folder / "serve.txt"
         words = ["serve", "--address", cluster.address, "--port", str(self.port), "--poll-s", "1"]
         words += ["--model", "champion:demo", "--model", f"local={cluster.disk}/bundle", "--replicas", "2"]
-        words += ["--storage", str(self.storage), "--endpoint-url", url, "--threads", "1"]
+        words += ["--storage", str(self.storage), "--threads", "1"]
         self.program = cluster.start(HEAD, [sys.executable, "-m", "raycap", *words], self.log)
         deadline = time.monotonic() + DEADLINE_S
         while "Ctrl-C stops it" not in self.log.read_text():
@@ -92,7 +92,7 @@ class Service:
 
 @pytest.fixture
 def service(s3: str, tmp_path: Path) -> Iterator[Service]:
-    with ray_cluster(variables={"PYTHONPATH": str(ROOT)}) as cluster:
+    with ray_cluster(variables={"PYTHONPATH": str(ROOT), "AWS_ENDPOINT_URL_S3": s3}) as cluster:
         cluster.join_nodes(2, cpus=5)  # each has room for all replicas
         yield Service(cluster, s3, tmp_path)
 

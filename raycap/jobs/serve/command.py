@@ -28,7 +28,6 @@ def command(
     host: Annotated[str, typer.Option(help="Where the server listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port of --host.")] = 8000,
     storage: Annotated[str, typer.Option(help="The folder or s3:// prefix in which champions are.")] = "results",
-    endpoint_url: Annotated[str | None, typer.Option(help="Of an S3-compatible server.")] = None,
     poll_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks for a new champion.")] = 30.0,
     precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the models.")] = "float32",
     batch_size: Annotated[int, typer.Option(min=1, max=1024, help="Most images per forward pass.")] = 16,
@@ -54,8 +53,8 @@ def command(
     Example: raycap serve --model results/models/demo/RUN --model champion:demo
     """
     values = {
-        "models": tuple(model), "storage": storage, "endpoint_url": endpoint_url, "precision": precision,
-        "poll_s": poll_s, "batch_size": batch_size, "replicas": replicas, "gpus": gpus_per_replica, "threads": threads,
+        "models": tuple(model), "storage": storage, "precision": precision, "poll_s": poll_s,
+        "batch_size": batch_size, "replicas": replicas, "gpus": gpus_per_replica, "threads": threads,
         "loopback_only": host in LOOPBACK_HOSTS, "insecure": insecure,
         "limits": {name: value for name, _, value in (text.partition("=") for text in limit or ())},
     }  # fmt: skip

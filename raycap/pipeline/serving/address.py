@@ -19,7 +19,6 @@ from raycap.pipeline.retrain.champion import ChampionStore
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
 
 CHAMPION = "champion:"  # champion:NAME is the champion of the configuration NAME
 NO_BACKBONE = "this bundle has no backbone, so it captions stored features and no images; give one with a backbone"
@@ -98,7 +97,7 @@ def _named(text: str, arguments: ServeArguments) -> NamedModel:
     has_name = place != "" and _NAME.fullmatch(given) is not None
     if not has_name:  # the text is an address, whose path may contain =
         place = text
-    address = ModelAddress(place, storage_path(arguments.storage, StorageOptions(arguments.endpoint_url)))
+    address = ModelAddress(place, storage_path(arguments.storage))
     try:
         source = address.resolve()
         folder = fetched(source.location)

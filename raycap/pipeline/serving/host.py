@@ -21,7 +21,6 @@ from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.address import NO_BACKBONE, ModelAddress
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.storage.s3 import StorageOptions
 
 FAILED = "the server failed; its log has the reason"
 SHORT_OF_MEMORY = "the device has too little memory for this batch; try again, with fewer images or smaller beams"
@@ -99,11 +98,10 @@ Answer = Made | RefusedError | None  # None: the image was resized for another m
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that captions images. options: the options of the storage from which the model was loaded."""
+    """A model that captions images, and its description."""
 
     service: CaptionService
     info: ModelInfo
-    options: StorageOptions
 
     def normalized(self, pixels: Sequence[np.ndarray]) -> torch.Tensor:
         """Normalizes images (H, W, 3) uint8 to one tensor (B, 3, H, W) on the model's device."""
@@ -117,7 +115,7 @@ class LoadedModel:
         return self.service.caption(self.normalized(pixels), settings)
 
 
-def load_address(model: str, storage: str, endpoint_url: str | None = None, **settings: object) -> LoadedModel:
+def load_address(model: str, storage: str, **settings: object) -> LoadedModel:
     """Loads the model at an address. storage: the storage with the champions. settings: those of `CaptionService`.
 
     Raises UserError if the model does not caption images, or if this machine does not have the device.
@@ -127,7 +125,7 @@ def load_address(model: str, storage: str, endpoint_url: str | None = None, **se
         raise UserError(f"device is {device!r}; expected cpu, cuda, or None for a GPU if there is one")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device is cuda, but torch sees no GPU; give cpu, or check the driver with nvidia-smi")
-    address = ModelAddress(model, storage_path(storage, StorageOptions(endpoint_url)))
+    address = ModelAddress(model, storage_path(storage))
     return load_source(address.resolve(), settings, address)
 
 
@@ -150,7 +148,7 @@ def load_source(source: ModelSource, settings: Mapping[str, Any], address: Model
         max_length=service.search.max_length,
         has_confidence=bundle.confidence(service.search) is not None,
     )
-    return LoadedModel(service, info, address.storage.options)
+    return LoadedModel(service, info)
 
 
 class ModelHost:

@@ -47,7 +47,6 @@ class ServeArguments(BaseModel, extra="forbid", frozen=True):
 
     models: tuple[str, ...] = Field(min_length=1)
     storage: str = "results"
-    endpoint_url: str | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     poll_s: float = Field(default=30.0, gt=0)
     batch_size: int = Field(default=16, ge=1, le=1024)

@@ -63,10 +63,14 @@ def test_nothing_is_removed_without_yes(storage: FakeStorage, capsys: pytest.Cap
     assert before - storage.names() == {name for name in before if name.startswith("features/f1/")}
 
 
-def test_the_storage_of_a_configuration_and_on_s3(s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_storage_of_a_configuration_and_on_s3(
+    s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = f"s3://data/runs-command/{tmp_path.name}"
     FakeStorage(StoragePath(uri, StorageOptions(s3))).run("demo-1")
-    assert main(["runs", uri, "--endpoint-url", s3]) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL_S3", s3)
+        assert main(["runs", uri]) == 0
     assert "demo-1" in capsys.readouterr().out
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(small_config({"uri": uri, "endpoint_url": s3})))
