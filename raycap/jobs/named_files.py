@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,16 +36,7 @@ def open_bundle(option: str, model: str, storage: StorageOptions = StorageOption
 
 def check_output_folder(option: str, path: Path, *, must_be_empty: bool = False) -> None:
     """Raises UserError if the folder that an option names cannot be made or written, or must be empty and is not."""
-    try:
-        existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-        is_folder = existing.is_dir()
-        if is_folder:
-            os.scandir(existing).close()
-    except OSError as error:  # the name is too long, or this user may not enter or list a folder
-        raise UserError(f"{option} {shown(path)}: {error.strerror}; give another folder") from error
-    if not is_folder:
-        raise UserError(f"{option} {path}: {existing} is a file; give a folder")
-    require_writable(f"{option} {path}", existing)
+    require_writable(option, path.absolute())
     if must_be_empty and path.exists() and any(path.iterdir()):
         raise UserError(f"{option} {path} exists and is not empty; choose another folder or remove it")
 

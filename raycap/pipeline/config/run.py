@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -147,20 +148,11 @@ class RunConfig(Section):
         """The storage's folder on this machine's disk: the storage itself, or the local copy of a storage on S3."""
         if is_remote(self.storage.uri):
             return cache_folder() / "storage" / hashlib.sha256(self.storage_place.uri.encode()).hexdigest()[:16]
-        return Path(self.storage.uri).expanduser().resolve()
+        return Path(os.path.realpath(Path(self.storage.uri).expanduser()))
 
     def home(self, name: str) -> StoragePath | None:
         """The place on S3 of which `working_path / name` is the local copy. None if the storage is local."""
         return self.storage_place / name if is_remote(self.storage.uri) else None
-
-    def require_storage(self) -> None:
-        """Raises an error within seconds if the storage or the data set on S3 cannot be reached.
-
-        Commands call this method first, because later requests are repeated for minutes before they fail.
-        """
-        for uri in (self.storage.uri, self.data.root):
-            if uri is not None:
-                storage_path(uri, self.storage.options).require_answer()
 
     @property
     def storage_place(self) -> StoragePath:

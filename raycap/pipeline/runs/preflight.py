@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from raycap.models.config import ModelSizes
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
-from raycap.pipeline.config.variables import quoted_value
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import longest_caption
 from raycap.pipeline.data.vocabulary import Vocabulary
@@ -49,20 +48,16 @@ def check_before_writing(config: RunConfig) -> None:
 
 
 def check_storage(config: RunConfig) -> None:
-    """Raises UserError if the storage cannot be written, S3 does not answer, or bucket or credentials are wrong."""
+    """Raises UserError if the storage cannot be written, S3 does not answer, or bucket or credentials are wrong.
+
+    S3 is asked first and must answer within seconds, because later requests are repeated for minutes.
+    """
     with storage_errors("storage.endpoint_url", "create it, or correct storage or data.root"):
-        config.require_storage()
-    try:
-        folder = config.working_path
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except (OSError, RuntimeError) as error:  # for example a name that is too long, or a loop of links
-        raise UserError(
-            f"storage: {quoted_value(config.storage.uri)} cannot be used: {error}; give another folder"
-        ) from error
+        for uri in (config.storage.uri, config.data.root):
+            if uri is not None:
+                storage_path(uri, config.storage.options).require_answer()
     name = "storage" if "uri" in config.storage.model_fields_set else "storage (results, the default)"
-    if not existing.is_dir():
-        raise UserError(f"{name}: {existing} is a file; give a folder")
-    require_writable("RAYCAP_CACHE" if config.home("") else name, existing)
+    require_writable("RAYCAP_CACHE" if config.home("") else name, config.working_path)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from raycap.pipeline.errors import DamagedError, UserError
+from raycap.pipeline.runtime.names import shown
 
 
 @contextmanager
@@ -150,9 +151,13 @@ def _flush(path: Path) -> None:
 
 
 def require_writable(name: str, folder: Path, remedy: str = "correct its permissions or give another folder") -> None:
-    """Raises UserError if no file can be created in a folder. name: the key or option that sets the folder."""
+    """Raises UserError if no file can be created in a folder, or if the folder does not exist and cannot be made.
+
+    name: the key or option that sets the folder.
+    """
     try:
-        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=folder):  # permission bits can be wrong, as in /proc
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryDirectory(prefix=".raycap-", dir=existing):  # permission bits can be wrong, as in /proc
             pass
     except OSError as error:
-        raise UserError(f"{name}: {folder} cannot be written ({error.strerror}); {remedy}") from error
+        raise UserError(f"{name}: {shown(folder)} cannot be written ({error.strerror}); {remedy}") from error

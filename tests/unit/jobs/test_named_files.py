@@ -19,9 +19,9 @@ def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=f"^--out {path}: {tmp_path}/file is a file; give a folder$"):
+        with pytest.raises(UserError, match=f"^--out: {path} cannot be written .Not a directory.; .* another folder$"):
             check_output_folder("--out", path)
-    with pytest.raises(UserError, match="^--explain /proc/x: /proc cannot be written .* give another folder$"):
+    with pytest.raises(UserError, match="^--explain: /proc/x cannot be written .* give another folder$"):
         check_output_folder("--explain", Path("/proc/x"))
 
 
@@ -44,7 +44,7 @@ def test_commands_refuse_their_output_before_they_work(tmp_path: Path, capsys: p
     assert main(["check", demo, "--json", str(tmp_path / "nowhere" / "x.json")]) == 2
     assert "--json" in capsys.readouterr().err
     assert main(["evaluate", demo, "--out", "/proc/x"]) == 2
-    assert "--out /proc/x: /proc cannot be written" in capsys.readouterr().err
+    assert "--out: /proc/x cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -96,16 +96,14 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 def test_a_storage_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=f"storage: {tmp_path}/file is a file; give a folder"):
+    with pytest.raises(UserError, match=r"storage: .*/file/results cannot be written .Not a directory.; correct its"):
         check_storage(config_of(tmp_path / "file"))
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("n" * 300, "loop/x"):
-        with pytest.raises(UserError, match="storage: .* cannot be used: .*; give another folder"):
-            check_storage(config_of(tmp_path / name))
-    with pytest.raises(UserError, match="storage: /proc cannot be written .*; correct its permissions or give"):
+    with pytest.raises(UserError, match="storage: .* cannot be written .File name too long.; correct its"):
+        check_storage(config_of(tmp_path / ("n" * 300)))
+    with pytest.raises(UserError, match="storage: /proc/storage/results cannot be written .*; correct its permissions"):
         check_storage(config_of(Path("/proc/storage")))  # root may write everywhere else
     check_storage(config_of(tmp_path / "new"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop"], "nothing is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import EndpointConnectionError
 
 from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import UserError
+from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.storage import s3
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.s3 import StorageError, StorageOptions
@@ -106,11 +108,11 @@ def test_a_wrong_address_or_bucket_is_found_at_once(server: Server, tmp_path: Pa
     for config in map(parse_config, (storage, data)):
         server.is_absent()
         begin = server.seconds
-        with pytest.raises(StorageError, match="storage failed in every attempt"):
-            config.require_storage()
+        with pytest.raises(UserError, match="storage failed in every attempt"):
+            check_storage(config)
         assert server.seconds < begin + 16
         server.respond = lambda: (404, "NoSuchBucket")
-        with pytest.raises(FileNotFoundError, match="no such bucket"):
-            config.require_storage()
+        with pytest.raises(UserError, match="no such bucket"):
+            check_storage(config)
         server.refuses(503, "SlowDown", until=server.seconds + OUTAGE_S)
-        config.require_storage()  # a server that has too much to do is the right one
+        check_storage(config)  # a server that has too much to do is the right one
