@@ -25,13 +25,12 @@ from ray.serve.handle import DeploymentHandle
 from raycap.models.config import Values
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
-from raycap.pipeline.runtime.batcher import Batcher
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
 from raycap.pipeline.serving.address import NamedModel, named_models
 from raycap.pipeline.serving.app import make_app
-from raycap.pipeline.serving.host import Answer, ImageJob, ModelHost, RefusedError
+from raycap.pipeline.serving.host import Answer, Batcher, ImageJob, ModelHost, RefusedError
 from raycap.pipeline.serving.served_models import Captioners
 from raycap.pipeline.serving.settings import CLUSTER, ServeArguments, server_token
 
@@ -58,7 +57,7 @@ class CaptionerDeployment:
         self.host = self.thread.submit(ModelHost, address, source, settings).result()
         if follows:
             threading.Thread(target=self.host.follow, args=(arguments.poll_s,), daemon=True).start()
-        self.batcher: Batcher[ImageJob, Answer] = Batcher(self.host.caption, arguments.batch_size, self.thread)
+        self.batcher = Batcher(self.host.caption, arguments.batch_size, self.thread)
 
     async def describe(self) -> tuple[dict[str, object], ImageTransform]:
         """The model's description and its transform. "newer_failed" is true if a newer champion cannot be loaded."""

@@ -1,1 +1,1 @@
-"""Services for one process: training context, processor settings, batches, log, signals, names and secrets."""
+"""Services for one process: training context, processor settings, log, signals, names and secrets."""

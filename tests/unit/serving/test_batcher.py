@@ -7,10 +7,11 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from raycap.pipeline.runtime.batcher import Batcher
+from raycap.pipeline.serving.host import Batcher
 
 
 class Computed:
@@ -43,7 +44,7 @@ async def first_begun(computed: Computed) -> None:
 def test_a_job_does_not_wait_and_later_ones_share_a_batch(executor: ThreadPoolExecutor) -> None:
     async def run() -> list[list[int]]:
         computed = Computed()
-        batcher: Batcher[int, int] = Batcher(computed, 4, executor)
+        batcher: Any = Batcher(computed, 4, executor)
         calls = [asyncio.create_task(batcher([0]))]
         await first_begun(computed)
         calls += [asyncio.create_task(batcher(jobs)) for jobs in ([1, 2], [3], [4, 5, 6])]
@@ -58,7 +59,7 @@ def test_a_job_does_not_wait_and_later_ones_share_a_batch(executor: ThreadPoolEx
 def test_a_cancelled_call_is_left_out_and_a_failure_is_that_of_its_batch(executor: ThreadPoolExecutor) -> None:
     async def run() -> list[list[int]]:
         computed = Computed()
-        batcher: Batcher[int, int] = Batcher(computed, 2, executor)
+        batcher: Any = Batcher(computed, 2, executor)
         calls = [asyncio.create_task(batcher([0]))]
         await first_begun(computed)
         calls += [asyncio.create_task(batcher([job])) for job in (1, 2, 13, 3, 4)]
@@ -83,7 +84,7 @@ def test_every_call_gets_its_answers_in_order(executor: ThreadPoolExecutor, seed
     async def run() -> None:
         computed = Computed()
         computed.may_end.set()
-        batcher: Batcher[int, int] = Batcher(computed, 5, executor)
+        batcher: Any = Batcher(computed, 5, executor)
 
         async def call(first: int, size: int) -> None:
             await asyncio.sleep(generator.random() / 50)
