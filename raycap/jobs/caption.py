@@ -19,8 +19,7 @@ from raycap.jobs.caption_output import CaptionFile, Row
 from raycap.jobs.named_files import OpenedBundle, check_output_folder, open_bundle
 from raycap.jobs.options import Address
 from raycap.models.config import PLAIN, Values
-from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch, wait_for
 from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
 from raycap.pipeline.config.sections import EvaluationSection, WorkersSection

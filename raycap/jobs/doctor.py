@@ -26,7 +26,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from raycap.jobs.options import Address, Set
 from raycap.models.config import Values
-from raycap.pipeline.cluster.capacity import ClusterStatus, Resources, asks_for, cluster_status
+from raycap.pipeline.cluster.stalls import ClusterStatus, Resources, asks_for, cluster_status
 from raycap.pipeline.cluster.start import REMEDIES, check_token_file, cluster_address, connect, stage_resources
 from raycap.pipeline.config.load import parse_config, read_values
 from raycap.pipeline.config.run import RunConfig
@@ -289,7 +289,7 @@ def check_node(
 
 
 def check_nodes(config: RunConfig, requests: Requests) -> Iterator[Finding]:
-    """Checks all live nodes, and whether they have the resources that stages ask for. Ray must have been started.
+    """Checks all live nodes, and lists their resources and those that stages ask for. Ray must have been started.
 
     The driver writes a file into the storage, and all nodes must find the file. The file remains if the driver has no
     right to remove files.
@@ -306,8 +306,7 @@ def check_nodes(config: RunConfig, requests: Requests) -> Iterator[Finding]:
     with suppress(OSError):
         (place / probe).delete()
     status = cluster_status()
-    yield has_workers(status)
-    yield from (stage_fits(status, stage, of_stage) for stage, of_stage in requests.items())
+    yield has_workers(status, requests)
     yield from merged(found)
 
 
@@ -340,21 +339,12 @@ def _ask(nodes: Sequence[Values], uses_gpus: bool, place: StoragePath, probe: st
     return found
 
 
-def has_workers(status: ClusterStatus) -> Finding:
-    """Checks that some live node has CPUs or GPUs."""
+def has_workers(status: ClusterStatus, requests: Requests) -> Finding:
+    """Checks that some live node has CPUs or GPUs. Names what stages ask for, as an autoscaler may add such nodes."""
     if any(node.get("CPU") or node.get("GPU") for node in status.nodes):
-        return Finding("nodes", "ok", status.text)
+        return Finding("nodes", "ok", "; ".join([status.text, *(asks_for(*each) for each in requests.items())]))
     text = "no worker is up, so only the head is checked"
     return Finding("nodes", "warn", text, "start worker nodes, or repeat this while a job runs, to check its nodes")
-
-
-def stage_fits(status: ClusterStatus, stage: str, requests: Sequence[Resources]) -> Finding:
-    """Checks that the live nodes have the resources of a stage. A lack is a warning, as an autoscaler may add nodes."""
-    wish = asks_for(stage, requests)
-    if status.fits(requests):
-        return Finding("resources", "ok", f"{wish}, and live nodes have it")
-    remedy = "lower the keys of workers, features or a search's resources, unless an autoscaler adds such nodes"
-    return Finding("resources", "warn", f"{wish}, which the live nodes do not have ({status.text})", remedy)
 
 
 def merged(found: Mapping[str, Sequence[Finding]]) -> Iterator[Finding]:

@@ -16,8 +16,7 @@ from raycap.jobs.extract import initial_weights
 from raycap.jobs.journal_printer import format_duration
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
-from raycap.pipeline.cluster.capacity import wait_for
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch, wait_for
 from raycap.pipeline.cluster.start import check_address, connect, require_resources
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset

@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 import psutil
 
-from raycap.pipeline.cluster.capacity import REMEDY, Resources, wait_for
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import REMEDY, Resources, StallWatch, wait_for
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.errors import JobFailedError, UserError

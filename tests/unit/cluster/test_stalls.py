@@ -1,9 +1,7 @@
-"""What a cluster can hold, and what a waiting stage reports. A stage without progress is reported and then ended."""
+"""What a waiting stage reports. A stage without progress is reported and then ended."""
 
 from __future__ import annotations
 
-import itertools
-import random
 import signal
 import threading
 from types import SimpleNamespace
@@ -11,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from raycap.pipeline.cluster import stalls
-from raycap.pipeline.cluster.capacity import ClusterStatus
-from raycap.pipeline.cluster.stalls import SIGNAL, StallWatch
+from raycap.pipeline.cluster.stalls import SIGNAL, ClusterStatus, StallWatch
 from raycap.pipeline.config.sections import WorkersSection
 from raycap.pipeline.errors import JobFailedError
 
@@ -76,36 +73,6 @@ def test_progress_postpones_report_and_end(
 def status(*nodes: dict[str, float], **changes: object) -> ClusterStatus:
     values = {"pending": [], "num_starting": 0}
     return ClusterStatus(nodes=nodes, **values | changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "requests", "fits"),
-    [
-        ([{"CPU": 1}, {"CPU": 1}], [{"CPU": 1}] * 2, True),
-        ([{"CPU": 1}, {"CPU": 1}], [{"CPU": 2}], False),  # a process needs one node
-        ([{"CPU": 2}], [{"CPU": 1}] * 3, False),
-        ([{"CPU": 8, "GPU": 1}], [{"CPU": 1, "GPU": 1}] * 2, False),
-        ([{"CPU": 1}], [{"CPU": 0.5}, {"CPU": 0.4}], True),
-        ([{"CPU": 1}], [{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.4}], False),  # two actors leave nothing for decoding
-        ([], [{"CPU": 1}], False),
-    ],
-)
-def test_requests_fit(nodes: list[dict[str, float]], requests: list[dict[str, float]], fits: bool) -> None:
-    assert status(*nodes).fits(requests) is fits
-
-
-def test_equal_requests_fit_exactly_when_an_assignment_exists() -> None:
-    """Compared with a search through all assignments. A stage's requests have one size, as raycap asks for them."""
-    generator = random.Random(0)
-    for _ in range(200):
-        nodes = [{"CPU": generator.randint(0, 3), "GPU": generator.randint(0, 2)} for _ in range(3)]
-        request = {"CPU": generator.randint(1, 2), "GPU": generator.randint(0, 1)}
-        count = generator.randint(1, 4)
-        possible = any(
-            all(request[key] * chosen.count(index) <= node[key] for index, node in enumerate(nodes) for key in request)
-            for chosen in itertools.product(range(3), repeat=count)
-        )
-        assert status(*nodes).fits([request] * count) is possible
 
 
 def test_the_text_counts_nodes_and_requests() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raycap.jobs.train import _trainer
-from raycap.pipeline.cluster.capacity import amounts
+from raycap.pipeline.cluster.stalls import amounts
 from raycap.pipeline.cluster.start import (
     check_address,
     check_resources,
