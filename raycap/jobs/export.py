@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 def export(
     model: Annotated[str, typer.Argument(metavar="BUNDLE", help="A model bundle, local or on S3.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the result.")],
-    precision: Annotated[
-        Literal["float32", "float16"], typer.Option(metavar="PRECISION", help="float32, or float16 for a GPU.")
-    ] = "float32",
 ) -> None:
     """Write a captioner as ONNX graphs that run without raycap.
 
@@ -37,9 +34,9 @@ def export(
             raise UserError(f"`raycap export` needs the package {package}, which is not installed; {REMEDY}")
     check_output_folder("--out", out, must_be_empty=True)
     bundle = open_bundle("BUNDLE", model).bundle
-    logger.info(f"exporting {model} in {precision}")
+    logger.info(f"exporting {model}")
     if bundle.search.decoding.sampling or bundle.search.decoding.beam_groups > 1:
         logger.warning("the model's search draws captions or has groups of beams, which raycap_onnx refuses")
-    difference = export_captioner(bundle, out, precision=precision)
+    difference = export_captioner(bundle, out)
     print(f"the graphs differ from the model by up to {difference:.1e}")
     print(f"The captioner: {out}")

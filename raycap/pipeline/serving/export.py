@@ -15,14 +15,12 @@ HOW is the way to join the texts of tokens to a caption:
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -46,13 +44,12 @@ GRAPHS = ("encoder", "decoder")
 RULES = ("suppress_unk", "min_length", "no_repeat_ngram", "no_open_endings", "beam_groups", "sampling")
 OPSET = 20  # the version of ONNX's operators
 BATCHES, BEAMS, STEPS = (1, 3), 3, 5  # of the comparison; a batch is a number of images
-# The largest accepted difference from the model. Float32 differs too, because products are rounded in another order.
-TOLERANCES = {"float32": 1e-3, "float16": 0.5}
+TOLERANCE = 1e-3  # the largest accepted difference from the model, because products are rounded in another order
 MAX_EMBEDDED_BYTES = 2**30  # larger weights have their own file, because ONNX limits a graph's file to 2 GiB
 Graph = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 
 
-def export_captioner(bundle: Bundle, folder: Path, *, precision: Literal["float32", "float16"] = "float32") -> float:
+def export_captioner(bundle: Bundle, folder: Path) -> float:
     """Writes the folder atomically. Returns the largest difference between its graphs and the model.
 
     Raises UserError if the model has no backbone or cannot be exported, and JobFailedError if the graphs differ from
@@ -62,24 +59,19 @@ def export_captioner(bundle: Bundle, folder: Path, *, precision: Literal["float3
     if transform is None:
         raise UserError(f"BUNDLE: {NO_BACKBONE}")
     with atomic_folder(folder) as temporary:
-        captioner = bundle.captioner
-        if precision == "float16":
-            captioner = copy.deepcopy(captioner).half()
-        encoder = EncoderGraph(captioner)
+        encoder = EncoderGraph(bundle.captioner)
         step = StepGraph(encoder)
         paths = [temporary / f"{name}.onnx" for name in GRAPHS]
         write_graph(paths[0], encoder, encoder.inputs(), [each.name for each in step.memory])
         write_graph(paths[1], step, step.inputs(), step.output_names)
         write_json(temporary / "vocabulary.json", describe_words(bundle.vocabulary))
         content = describe(bundle, transform) | {
-            "precision": precision,
             "opset": OPSET,
             "files": {path.name: file_digest(path) for path in sorted(temporary.iterdir())},
         }
         write_json(temporary / "captioner.json", content)
-        reference = EncoderGraph(bundle.captioner)  # in float32, also if the export is not
-        difference = compare_graphs(reference, StepGraph(reference), [onnx_graph(path) for path in paths], step.cache)
-        if difference > TOLERANCES[precision]:
+        difference = compare_graphs(encoder, step, [onnx_graph(path) for path in paths])
+        if difference > TOLERANCE:
             raise JobFailedError(
                 f"the exported graphs differ from the model by up to {difference:.1e}; nothing was written"
             )
@@ -169,14 +161,11 @@ def describe_words(vocabulary: Vocabulary) -> dict[str, object]:
     return {"joining": "spaces", "words": words}
 
 
-def compare_graphs(
-    encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph], exported_cache: Sequence[GraphTensor]
-) -> float:
+def compare_graphs(encoder: EncoderGraph, step: StepGraph, exported: Sequence[Graph]) -> float:
     """The largest absolute difference between PyTorch and the exported graphs, for random inputs.
 
     The encoder's results and the log-probabilities of several steps are compared. The inputs are from torch's default
-    generator. exported: the graphs of the encoder and the step. exported_cache: the step's cache, with examples in the
-    precision of the export.
+    generator. exported: the graphs of the encoder and the step.
     """
     differences = [0.0]
     with torch.no_grad():
@@ -185,7 +174,7 @@ def compare_graphs(
             memory, exported_memory = encoder(pixels), exported[0]([pixels.numpy()])
             differences += [_difference(*pair) for pair in zip(memory, exported_memory, strict=True)]
             cache = _empty(step.cache, images)
-            other_cache = [each.numpy() for each in _empty(exported_cache, images)]
+            other_cache = [each.numpy() for each in cache]
             parents = torch.arange(images)[:, None]
             for _ in range(min(STEPS, step.model.sizes.max_positions)):
                 tokens = torch.randint(step.model.sizes.vocabulary_size, parents.shape)
