@@ -36,7 +36,6 @@ from raycap.pipeline.storage.untrusted.documents import (
 )
 
 SectionType = TypeVar("SectionType")
-MAX_PARTS = 32  # of a dotted key; the longest keys have fewer than 10
 DATA_FILE_SECTIONS = ("data", "features", "evaluation")
 # pydantic's types of errors for a key that is missing, and for a key that the section does not have
 MISSING, UNKNOWN = ("missing", "missing_argument"), ("extra_forbidden", "unexpected_keyword_argument")
@@ -209,8 +208,6 @@ def set_value(data: Values, key: str, value: object, source: str) -> None:
     if key == "storage" and isinstance(value, str):
         key = "storage.uri"  # so that the server and the other keys of the storage remain
     *outer_parts, last_part = key.split(".")
-    if len(outer_parts) > MAX_PARTS:
-        raise UserError(f"{source} {shown(key)}: no key has more than {MAX_PARTS} parts; correct it")
     node: Any = data
     for part in outer_parts:
         index = _index(node, part, f"{source} {shown(key)}")

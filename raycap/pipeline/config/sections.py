@@ -292,11 +292,6 @@ class DataSection(Section):
                 f"data.synthetic.language = {synthetic.language} and data.language = {self.language} differ; set "
                 "the same"
             )
-        if synthetic.image_size**2 > self.max_pixels:
-            raise ValueError(
-                f"data.synthetic.image_size = {synthetic.image_size} gives images of more than data.max_pixels = "
-                f"{self.max_pixels}; raise data.max_pixels"
-            )
 
     @property
     def taught_splits(self) -> set[str | None]:
