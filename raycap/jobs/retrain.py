@@ -23,7 +23,6 @@ from raycap.pipeline.retrain.retraining import HELD_OUT, FoundData, rollback
 from raycap.pipeline.retrain.retraining import retrain as retrain_once
 from raycap.pipeline.runs.delivery import local_bundle
 from raycap.pipeline.runs.preflight import check_before_writing, check_storage
-from raycap.pipeline.runtime.log import indented
 from raycap.pipeline.storage.path import StoragePath
 
 
@@ -35,8 +34,7 @@ class RayWork:
 
     def train(self, config: RunConfig, data: FoundData) -> Path:
         """Runs the same steps as `raycap run`, from the extraction of new images to the registration."""
-        with indented():
-            return local_bundle(run(config, self.address, data))
+        return local_bundle(run(config, self.address, data))
 
     def evaluate(self, bundle: StoragePath, files: Mapping[str, str], part: Dataset, config: RunConfig) -> SplitScores:
         """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TextIO
 
@@ -20,7 +19,6 @@ from raycap.pipeline.runtime.names import printable
 from raycap.pipeline.runtime.secrets import without_secrets
 
 PACKAGE = "raycap"
-_indent: ContextVar[str] = ContextVar("indent", default="")
 _rank = 0
 LINE_EVERY_S = 5.0  # seconds between two lines about the progress of one task
 logger = logging.getLogger(__name__)
@@ -58,16 +56,6 @@ def set_rank(rank: int) -> None:
 
 
 @contextmanager
-def indented() -> Iterator[None]:
-    """Indents the records of a job that runs inside another job, such as the run inside a retraining."""
-    token = _indent.set(_indent.get() + "  ")
-    try:
-        yield
-    finally:
-        _indent.reset(token)
-
-
-@contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Within the context, records are also appended to a file, with date and time.
 
@@ -98,7 +86,7 @@ def log_file(path: Path) -> Iterator[None]:
 
 
 class _Formatter(logging.Formatter):
-    """Begins every line of a record with its indentation and rank, and removes secrets.
+    """Begins every line of a record with its rank, and removes secrets.
 
     In a file, a line also has date, time and level. On the terminal, a line has its level unless the level is INFO.
     Control characters are escaped, because a record may contain names and texts that strangers wrote.
@@ -109,7 +97,7 @@ class _Formatter(logging.Formatter):
         self.in_file = in_file
 
     def format(self, record: logging.LogRecord) -> str:
-        prefix = _indent.get() + (f"[rank {_rank}] " if _rank else "")
+        prefix = f"[rank {_rank}] " if _rank else ""
         if self.in_file:
             prefix = f"{self.formatTime(record)} {record.levelname:<7} {prefix}"
         elif record.levelno != logging.INFO:

@@ -15,7 +15,6 @@ from raycap.pipeline.runtime.log import (
     PACKAGE,
     Decorations,
     configure_logging,
-    indented,
     log_file,
     log_to_stderr,
     progress,
@@ -49,23 +48,20 @@ def test_the_log_of_a_command_whose_output_is_read_goes_to_stderr(capsys: pytest
     assert capsys.readouterr().out == "of the next command\n"
 
 
-def test_the_terminal_shows_levels_ranks_and_indentation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_levels_and_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     LOGGER.debug("not shown")
     LOGGER.info("plain\n\nsecond line")
     LOGGER.warning("careful\nmore")
-    with indented():
-        LOGGER.info("inside")
-        set_rank(3)
-        LOGGER.error("broken")
+    set_rank(3)
+    LOGGER.error("broken")
     assert capsys.readouterr().out.splitlines() == [
         "plain",
         "",
         "second line",
         "warning   careful",
         "warning   more",
-        "  inside",
-        "  [rank 3] error     broken",
+        "[rank 3] error     broken",
     ]
 
 
