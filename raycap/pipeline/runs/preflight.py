@@ -28,13 +28,10 @@ from raycap.pipeline.storage.path import storage_path
 from raycap.pipeline.storage.s3 import StorageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from raycap.models.base import CaptionModel
     from raycap.models.encoders.backbone import Backbone
 
-USUAL_POSITIONS, USUAL_WORDS = 74, 100  # for a model that is made before the data are read
-MAX_PARAMETERS = 10**11  # More must be a mistake, because large captioners have a hundredth of it.
+USUAL_WIDTH, USUAL_POSITIONS, USUAL_WORDS = 64, 74, 100  # for a model that is made before the data are read
 
 
 def check_before_writing(config: RunConfig) -> None:
@@ -167,10 +164,9 @@ def initial_backbone(config: RunConfig, *, with_weights: bool = True) -> Backbon
 
 
 def require_possible(config: RunConfig) -> None:
-    """Raises UserError if the model is too large, or if a stage's `freeze` or `layer_decay` do not fit its parameters.
+    """Raises UserError if a stage's `freeze` or `layer_decay` do not fit the parameters of the model.
 
-    A model with more than MAX_PARAMETERS is too large. The check needs little memory, because it makes the model on
-    torch's device "meta", without weights.
+    The check needs little memory, because it makes the model on torch's device "meta", without weights.
     """
     import torch
 
@@ -180,10 +176,7 @@ def require_possible(config: RunConfig) -> None:
     if config.has_backbone:
         with torch.device("meta"):
             backbone = initial_backbone(config, with_weights=False)
-        _require_parameters(f"backbone {config.backbone.name}", backbone)
-        model = require_possible_model(config, backbone.width)
-    else:
-        model = require_possible_model(config)
+    model = require_possible_model(config)
     for stage in config.stages:
         trained = backbone if stage.train_backbone else None
         try:
@@ -194,23 +187,13 @@ def require_possible(config: RunConfig) -> None:
             raise UserError(f"stages.{stage.name}: {error}") from error
 
 
-def require_possible_model(config: RunConfig, feature_width: int = 64) -> CaptionModel:
-    """Returns the captioning model without memory for its weights. Raises UserError if the model is too large.
+def require_possible_model(config: RunConfig) -> CaptionModel:
+    """Returns the captioning model without memory for its weights. Raises ValueError if its settings do not fit.
 
-    The data have not been read yet, so the model gets a vocabulary of USUAL_WORDS. The real model may be larger.
+    Neither the data nor the backbone are known yet, so the model gets usual sizes for what depends on them.
     """
     from raycap.models.captioner import model_on_meta
 
     positions = config.model.max_positions or USUAL_POSITIONS
-    sizes = ModelSizes(feature_width, USUAL_WORDS, positions, sos=0, eos=1, pad=2)
-    model = model_on_meta(config.model, sizes)
-    _require_parameters(f"model {config.model.name}", model)
-    return model
-
-
-def _require_parameters(name: str, module: nn.Module) -> None:
-    count = sum(parameter.numel() for parameter in module.parameters())
-    if count > MAX_PARAMETERS:
-        raise UserError(
-            f"{name} would have {count:,} parameters, and the limit is {MAX_PARAMETERS:,}; choose smaller sizes"
-        )
+    sizes = ModelSizes(USUAL_WIDTH, USUAL_WORDS, positions, sos=0, eos=1, pad=2)
+    return model_on_meta(config.model, sizes)

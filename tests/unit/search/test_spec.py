@@ -87,7 +87,6 @@ def test_points_and_labels() -> None:
         ({"space": {N_E: {"choices": [2, 4], "log": True}}}, ["low, high, log and step do not go with choices"]),
         ({"trial": {"set": {"evaluation.beam_sise": 1}}}, ["unknown key evaluation.beam_sise: did you mean beam_size"]),
         ({"space": {N_E: {"low": 1, "high": 10**12, "step": 1}}}, ["more than 100,000 numbers", "give a larger step"]),
-        ({"space": {G: [[4], [10**10] * 9]}}, ["parameters, and the limit is 100,000,000,000"]),
         ({"score_split": "train"}, ["score_split is train, which is neither data.val_split (val)", "(test, novel)"]),
         ({"space": {"backbone.image_size": [32, 64]}}, ["space.backbone.image_size cannot", "use the key set"]),
         ({"space": {"stages.scst_frozen.lr": [1.0, 2.0]}}, ["the stages of a trial are xe_frozen"]),
