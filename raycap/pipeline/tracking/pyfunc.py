@@ -11,14 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from raycap.models.config import Values
-from raycap.pipeline.data.images import BadImage
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
-from raycap.pipeline.evaluation.captioning.service import BATCH_SIZE, CaptionService
-from raycap.pipeline.evaluation.results import ImageCaption
+from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.runtime.names import quoted
 
 MAX_IMAGE_BYTES = 32 * 2**20  # of an image file, because a hostile file may take a decoder a microsecond per byte
@@ -45,34 +40,27 @@ class PyfuncModel:
         images = list(model_input["image"])
         if len(images) > MAX_ROWS:
             raise ValueError(f"the input has {len(images)} rows; send at most {MAX_ROWS} at a time")
-        captions: list[ImageCaption] = []
-        for first in range(0, len(images), BATCH_SIZE):
-            rows = range(first, min(first + BATCH_SIZE, len(images)))
-            captions += self.service.caption(torch.stack([self._pixels(row, images[row]) for row in rows]))
+        files = [_file_bytes(row, image) for row, image in enumerate(images)]
+        captions = list(self.service.caption_images(files))
+        for row, each in enumerate(captions):
+            if each.error is not None:
+                raise ValueError(f"row {row}: {each.error}")
         return [each.to_json() for each in captions]
 
-    def _pixels(self, row: int, image: Any) -> Tensor:
-        """The pixels (3, H, W) of a row's image. If the image is invalid, raises a ValueError that names the row."""
-        try:
-            return self.service.pixels(_file_bytes(image))
-        except BadImage as error:
-            reason = str(error)
-        raise ValueError(f"row {row}: {reason}")  # not in `except`, because MLflow sends causes to clients
 
-
-def _file_bytes(image: Any) -> bytes:
-    """The image file in a value of column image. Raises BadImage if the type is wrong or the file is too large."""
+def _file_bytes(row: int, image: Any) -> bytes:
+    """The image file in a value of column image. Raises ValueError if the type is wrong or the file is too large."""
     if not isinstance(image, (str, bytes, bytearray, memoryview)):
-        raise BadImage(f"image is a {type(image).__name__}; expected file bytes, in JSON as base64")
+        raise ValueError(f"row {row}: image is a {type(image).__name__}; expected file bytes, in JSON as base64")
     if isinstance(image, str) and len(image) <= 2 * MAX_IMAGE_BYTES:
         # Base64 may be in a data URL, in lines, without padding, and have the alphabet for URLs.
         code = "".join(re.sub(r"\A\s*data:[^,]*;base64,", "", image).split()).rstrip("=")
         try:
             image = base64.b64decode(code.replace("-", "+").replace("_", "/") + -len(code) % 4 * "=", validate=True)
-        except ValueError as error:
-            raise BadImage(f"image is the text {quoted(image)}, which is no base64 of a file") from error
+        except ValueError:  # not a cause of the next error, because MLflow sends causes to clients
+            raise ValueError(f"row {row}: image is the text {quoted(image)}, which is no base64 of a file") from None
     if len(image) > MAX_IMAGE_BYTES:
-        raise BadImage(f"image is larger than {MAX_IMAGE_BYTES} bytes")
+        raise ValueError(f"row {row}: image is larger than {MAX_IMAGE_BYTES} bytes")
     return bytes(image)
 
 
