@@ -35,7 +35,7 @@ from raycap.pipeline.storage.path import Entry, StoragePath, storage_path
 from raycap.pipeline.storage.s3 import is_remote
 from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, require_mapping
 
-LEAST_DAYS = 1.0  # Newer folders are kept, because a process on another machine may be using them.
+LEAST_AGE_S = 86400.0  # Newer stores are kept, because a process on another machine may be using them.
 MAX_RECORD_BYTES = 2**26  # limit of a JSON or YAML file. run.json can be large, because it lists unreadable images.
 NUM_READS = 8  # folders that are read at a time
 # A run on S3 has no lock, so it counts as in progress if it has changed within this time. Training changes the run
@@ -173,11 +173,6 @@ class Content:
     def newest(self) -> float:
         """The time of the last change in Unix seconds."""
         return max(entry.modified for entry in self.files.values())
-
-    @property
-    def days(self) -> float:
-        """The days since the last change."""
-        return (time.time() - self.newest) / 86400
 
     def values(self) -> Values:
         """The values of `--json`."""
@@ -322,7 +317,8 @@ def plan_removals(storage: StoragePath, found: Mapping[str, Sequence[Content]]) 
         for entry in (*found["searches"], *found["retrain"], *found["runs"]):
             if entry.state in ("in progress", "damaged"):
                 raise UserError(f"{entry.path} is {entry.state} and may need them")
-        stores = [store for store in found["features"] if store.backbone is not None and store.days > LEAST_DAYS]
+        latest = time.time() - LEAST_AGE_S
+        stores = [store for store in found["features"] if store.backbone is not None and store.newest < latest]
         used = _used_backbones(storage, found["runs"]) if stores else set()
     except FAILURES as error:
         return [], f"features are kept: {one_line(error)}"
