@@ -25,7 +25,6 @@ import hashlib
 import logging
 import re
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -42,7 +41,7 @@ from raycap.pipeline.evaluation.comparison.bootstrap import Difference
 from raycap.pipeline.runtime.names import relative_name, shown
 from raycap.pipeline.storage.lease import Lease, LostLeaseError
 from raycap.pipeline.storage.path import StoragePath, join
-from raycap.pipeline.storage.s3 import ConflictError, Entry, is_remote
+from raycap.pipeline.storage.s3 import ConflictError, is_remote
 from raycap.pipeline.storage.tables import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
@@ -222,12 +221,7 @@ def list_data(config: RunConfig, root: str) -> pa.Table:
 
     Hidden files and raycap's results are left out.
     """
-    rows = [{"uri": uri, "size": entry.size, "tag": entry.tag} for uri, entry in _list_files(config, root)]
-    return pa.Table.from_pylist(rows, LISTING)
-
-
-def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
-    """Yields the URI and the entry of each file of a listing."""
+    rows = []
     image_folders = {config.data.images, *(source.images for source in config.data.sources)}
     inside, results = f"{root.rstrip('/')}/", f"{config.storage_place.uri.rstrip('/')}/"
     outside = [each for each in sorted(image_folders) if is_remote(each) and not f"{each}/".startswith(inside)]
@@ -237,7 +231,8 @@ def _list_files(config: RunConfig, root: str) -> Iterator[tuple[str, Entry]]:
             # Synthetic images are data, so they are listed, although they are in the folder of the results.
             is_result = uri.startswith(results) and config.data.synthetic is None
             if not is_hidden and not is_result:
-                yield uri, entry
+                rows.append({"uri": uri, "size": entry.size, "tag": entry.tag})
+    return pa.Table.from_pylist(rows, LISTING)
 
 
 def compare(now: pa.Table, before: pa.Table | None) -> Change:

@@ -328,17 +328,16 @@ def update_tracker(config: RunConfig, state: ChampionState) -> None:
         return
     try:
         client = tracking_client(config)
-        model = config.name
         runs = client.search_runs([experiment_of(client, config)], f"tags.`raycap.run_id` = '{state.champion.run_id}'")
         # The child runs of stages have the same tag, so the run without a parent is chosen.
         run = next((run for run in runs if "mlflow.parentRunId" not in run.data.tags), None)
         versions = client.search_model_versions(f"run_id = '{run.info.run_id}'") if run else []
         if versions:
-            client.set_registered_model_alias(model, ALIAS, str(versions[0].version))
-        elif any(ALIAS in found.aliases for found in client.search_registered_models(f"name = '{model}'")):
+            client.set_registered_model_alias(config.name, ALIAS, str(versions[0].version))
+        elif any(ALIAS in found.aliases for found in client.search_registered_models(f"name = '{config.name}'")):
             # The tracker has no version of the champion until `raycap sync` sends the model. The alias is removed,
             # because it names another model.
-            client.delete_registered_model_alias(model, ALIAS)
+            client.delete_registered_model_alias(config.name, ALIAS)
     except Exception as error:  # a failing tracker must not fail the decision
         address, reason = public_uri(config), reason_of(error)
         logger.info(f"tracker   {address} could not be updated ({reason}); the next call tries again")
