@@ -35,7 +35,7 @@ from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.storage.cache import image_cache
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import Entry, StorageError, StorageOptions, is_remote
-from raycap.pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.storage.tables import read_cache, to_bytes
 
 _FILES_PER_TASK = 64  # files whose sizes a thread looks up in one task
 _NUM_THREADS = 8
@@ -83,7 +83,7 @@ def take_snapshot(
         rows = pa.table([uris, sizes, tags, pa.array(keys, pa.string())], schema=MANIFEST)
         rows = rows.filter(pc.is_valid(rows["key"]))
         others = stored.filter(pc.invert(pc.is_in(stored["uri"], value_set=rows["uri"])))
-        write_table(path, pa.concat_tables([rows, others]).combine_chunks())
+        path.write_bytes(to_bytes(pa.concat_tables([rows, others]).combine_chunks()))
 
     changed = np.flatnonzero(pc.and_(pc.invert(is_same), pc.is_valid(sizes)).to_numpy())
     if len(changed):

@@ -42,7 +42,7 @@ from raycap.pipeline.runtime.names import one_line
 from raycap.pipeline.storage.cache import ChangedError, shard_cache
 from raycap.pipeline.storage.digests import has_digest
 from raycap.pipeline.storage.path import StoragePath, storage_path
-from raycap.pipeline.storage.tables import read_cache, write_table
+from raycap.pipeline.storage.tables import read_cache, to_bytes
 
 QUARANTINE_FILE = "quarantine.parquet"
 QUARANTINE = pa.schema([("uri", pa.string()), ("key", pa.string()), ("reason", pa.string())])
@@ -110,7 +110,7 @@ def write_shard(
         "length": [None] * count if lengths is None else lengths,
         "boxes": [None if each is None else each.ravel() for each in boxes or [None] * count],
     }
-    write_table(manifest_path(root, name), pa.table(rows, schema=MANIFEST))
+    manifest_path(root, name).write_bytes(to_bytes(pa.table(rows, schema=MANIFEST)))
 
 
 def _read_manifests(folder: StoragePath) -> pa.Table:
@@ -395,4 +395,4 @@ def write_quarantine(
         rows[uri] = {"uri": uri, "key": None, "reason": f"{UNREADABLE}: {reason}"}
     after = sorted(rows.values(), key=lambda row: row["uri"])
     if after != before:
-        write_table(folder / QUARANTINE_FILE, pa.Table.from_pylist(after, QUARANTINE))
+        (folder / QUARANTINE_FILE).write_bytes(to_bytes(pa.Table.from_pylist(after, QUARANTINE)))

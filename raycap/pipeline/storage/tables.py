@@ -30,10 +30,6 @@ def read_cache(path: StoragePath, schema: pa.Schema) -> pa.Table:
         return schema.empty_table()
 
 
-def write_table(path: StoragePath, table: pa.Table) -> None:
-    path.write_bytes(to_bytes(table))
-
-
 def to_bytes(table: pa.Table) -> bytes:
     """Encodes a table as the content of a Parquet file."""
     sink = pa.BufferOutputStream()
