@@ -17,9 +17,8 @@ from raycap.jobs.serve import deployments
 from raycap.jobs.serve.command import require_free
 from raycap.pipeline.cluster.start import connect
 from raycap.pipeline.runtime.processor import prepare_processor
-from raycap.pipeline.serving.address import named_models
+from raycap.pipeline.serving.address import ServeArguments, named_models
 from raycap.pipeline.serving.host import load_address
-from raycap.pipeline.serving.settings import ServeArguments
 
 from measuring import noise_jpegs
 

@@ -23,8 +23,7 @@ from raycap.jobs.cli import main
 from raycap.jobs.serve import deployments
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
-from raycap.pipeline.serving.address import named_models
-from raycap.pipeline.serving.settings import Limits, ServeArguments
+from raycap.pipeline.serving.address import Limits, ServeArguments, named_models
 from raycap.pipeline.tracking.pyfunc import PyfuncModel
 from tests.conftest import ROOT
 from tests.support.bundles import make_bundle, with_confidence, write_images

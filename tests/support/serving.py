@@ -13,10 +13,9 @@ from starlette.testclient import TestClient
 import raycap
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests
 from raycap.pipeline.retrain.champion import BundleRecord, ChampionState, ChampionStore
-from raycap.pipeline.serving.address import ModelAddress
+from raycap.pipeline.serving.address import ModelAddress, ServeArguments
 from raycap.pipeline.serving.app import make_app
 from raycap.pipeline.serving.host import ModelHost
-from raycap.pipeline.serving.settings import ServeArguments
 from raycap.pipeline.storage.path import StoragePath, storage_path
 
 LOCAL = "http://127.0.0.1:8000"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from raycap.jobs.serve import deployments
-from raycap.pipeline.serving.settings import TOKEN_VARIABLE, ServeArguments
+from raycap.pipeline.serving.address import TOKEN_VARIABLE, ServeArguments
 from raycap.pipeline.storage.cache import SIZE_VARIABLE
 from tests.conftest import ROOT
 from tests.support.command_line import parse

@@ -14,8 +14,7 @@ from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.runtime.stopping import exit_code
-from raycap.pipeline.serving.address import named_models
-from raycap.pipeline.serving.settings import LOOPBACK_HOSTS, ServeArguments, server_token
+from raycap.pipeline.serving.address import LOOPBACK_HOSTS, ServeArguments, named_models, server_token
 
 logger = logging.getLogger(__name__)
 

@@ -28,23 +28,21 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
-from raycap.pipeline.serving.address import NamedModel, named_models
-from raycap.pipeline.serving.app import make_app
+from raycap.pipeline.serving.address import CLUSTER, NamedModel, ServeArguments, named_models, server_token
+from raycap.pipeline.serving.app import Captioners, make_app
 from raycap.pipeline.serving.host import Answer, Batcher, ImageJob, ModelHost, RefusedError
-from raycap.pipeline.serving.served_models import Captioners
-from raycap.pipeline.serving.settings import CLUSTER, ServeArguments, server_token
 
 APP = "raycap"
 INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
-SPARE_REQUESTS = 16  # accepted beyond the queue, so that the ingress can refuse them and answer /healthz and /metrics
+SPARE_REQUESTS = 16  # accepted beyond the queue, so that the ingress can refuse them and answer /metrics
 STATUS_S = 5.0  # seconds between two checks whether the application has ended
 SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when the server ends
 
 
 @serve.deployment
 class CaptionerDeployment:
-    """A process that captions with one model. `served_models.Captioners` describes how its methods are called."""
+    """A process that captions with one model. `app.Captioners` describes how its methods are called."""
 
     def __init__(self, model: NamedModel, arguments: ServeArguments, gpus: float, *, is_local: bool) -> None:
         prepare_replica(is_local)

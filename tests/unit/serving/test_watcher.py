@@ -18,7 +18,8 @@ from PIL import Image
 import raycap
 from raycap.jobs.cli import main
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.serving.address import ModelAddress, named_models
+from raycap.pipeline.serving.address import ModelAddress, ServeArguments, named_models, server_token
+from raycap.pipeline.serving.app import Metrics, ServedModels
 from raycap.pipeline.serving.host import (
     Answer,
     ImageJob,
@@ -27,8 +28,6 @@ from raycap.pipeline.serving.host import (
     RefusedError,
     Search,
 )
-from raycap.pipeline.serving.served_models import Metrics, ServedModels
-from raycap.pipeline.serving.settings import ServeArguments, server_token
 from raycap.pipeline.storage.path import storage_path
 from tests.support.bundles import make_bundle, with_confidence, write_images
 from tests.support.serving import LocalCaptioners, crown, host_of
