@@ -22,7 +22,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.runtime.log import progress
-from raycap.pipeline.runtime.names import quoted, shown
+from raycap.pipeline.runtime.names import quoted, shorten, shown
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +120,11 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
     if problems:
         result.error(f"{len(problems)} captions are not text: {problems[0]}")
     if wordless:
-        result.error(f"{len(wordless)} images have no caption with a word in it: {_examples(wordless)}")
+        result.error(f"{len(wordless)} images have no caption with a word in it: {shorten(wordless, MAX_EXAMPLES)}")
     if empty:
-        result.warn(f"{len(empty)} captions are empty and would be left out: {_examples(empty)}")
+        result.warn(f"{len(empty)} captions are empty and would be left out: {shorten(empty, MAX_EXAMPLES)}")
     if long:
-        result.warn(f"{len(long)} captions have more than {MAX_WORDS} words: {_examples(long)}")
+        result.warn(f"{len(long)} captions have more than {MAX_WORDS} words: {shorten(long, MAX_EXAMPLES)}")
     single_caption_splits = [split for split, counter in counts.items() if max(counter) == 1]
     if single_caption_splits:
         splits = ", ".join(single_caption_splits)
@@ -151,7 +151,7 @@ def _check_unknown(result: Findings, validation: Dataset, vocabulary: Vocabulary
     share = unknown.total() / max(counts.total(), 1)
     result.statistics["unknown_words"] = round(share, 4)
     if share > MAX_UNKNOWN:
-        examples = _examples([quoted(word) for word, _ in unknown.most_common()])
+        examples = shorten((quoted(word) for word, _ in unknown.most_common()), MAX_EXAMPLES)
         result.warn(
             f"{share:.1%} of the words of validation captions are not in the vocabulary, such as {examples}; set "
             f"data.tokenizer to {fitting}, or lower data.min_count"
@@ -197,7 +197,7 @@ def _check_images(
         noun = "training image" if len(uris) == 1 else "training images"
         result.error(
             f"{len(uris)} {noun} cannot be decoded, and with features.store = never no extraction leaves them out: "
-            f"{_examples(uris)}"
+            f"{shorten(uris, MAX_EXAMPLES)}"
         )
 
 
@@ -225,7 +225,7 @@ def _check_duplicates(result: Findings, dataset: Dataset, config: RunConfig) -> 
             other_duplicates += max(0, sum(split not in unrewarded for split, _ in images) - 1)
     result.statistics["duplicates"] = {"across_splits": len(leaks), "elsewhere": other_duplicates}
     if leaks:
-        result.error(f"{len(leaks)} images are in training and in a held-out split: {_examples(leaks)}")
+        result.error(f"{len(leaks)} images are in training and in a held-out split: {shorten(leaks, MAX_EXAMPLES)}")
     if other_duplicates:
         result.warn(f"{other_duplicates} images repeat another image of their split")
 
@@ -245,8 +245,3 @@ def _check_splits(result: Findings, config: RunConfig) -> None:
         elif count < MIN_IMAGES_FOR_CIDER:
             minimum = MIN_IMAGES_FOR_CIDER
             result.warn(f"split {split} has {count} images: CIDEr-D on fewer than {minimum} is mostly noise")
-
-
-def _examples(items: list[str]) -> str:
-    """The first MAX_EXAMPLES items as a text, with dots if there are more."""
-    return ", ".join(items[:MAX_EXAMPLES]) + (" ..." if len(items) > MAX_EXAMPLES else "")
