@@ -20,7 +20,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import check_word_vectors
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import REQUIRED_FILES
-from raycap.pipeline.evaluation.captioning.constraints import load_automata, read_constraints
+from raycap.pipeline.evaluation.captioning.constraints import read_constraints
 from raycap.pipeline.evaluation.scores.metrics import ScoreInputs
 from raycap.pipeline.features.regions import open_regions, region_file
 from raycap.pipeline.storage.atomic import require_writable
@@ -116,13 +116,6 @@ def _require_file(key: str, name: str | None) -> None:
         raise UserError(f"{key}: {path} does not exist or is not a file; give the path of a file, or leave the key out")
     if not os.access(path, os.R_OK):
         raise UserError(f"{key}: {path} cannot be read; correct its permissions")
-
-
-def check_constraints(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> None:
-    """Raises UserError if the constraint file requires, for a test image, a word that the vocabulary lacks."""
-    if config.evaluation.constraints is not None:
-        images = dataset.split(*config.data.test_splits).source_ids()
-        load_automata(Path(config.evaluation.constraints), images, vocabulary)
 
 
 def max_positions(config: RunConfig, dataset: Dataset, vocabulary: Vocabulary) -> int:

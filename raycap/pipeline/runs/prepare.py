@@ -22,6 +22,7 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import describe_missing, read_word_vectors
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.captioning.bundle import Bundle, fetched, load_bundle
+from raycap.pipeline.evaluation.captioning.constraints import load_automata
 from raycap.pipeline.features.regions import feature_width
 from raycap.pipeline.runs.folder import (
     DECISIONS,
@@ -32,7 +33,7 @@ from raycap.pipeline.runs.folder import (
     with_decisions_of,
 )
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
-from raycap.pipeline.runs.preflight import check_constraints, initial_backbone, max_positions
+from raycap.pipeline.runs.preflight import initial_backbone, max_positions
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import write_digests
@@ -175,7 +176,9 @@ def _initial_parts(config: RunConfig, dataset: Dataset) -> tuple[Vocabulary, Cap
     else:
         width = feature_width(dataset, config)
         torch.manual_seed(config.seed)
-    check_constraints(config, dataset, vocabulary)
+    if config.evaluation.constraints is not None:  # raises UserError for a word that the vocabulary lacks
+        images = dataset.split(*config.data.test_splits).source_ids()
+        load_automata(Path(config.evaluation.constraints), images, vocabulary)
     sizes = ModelSizes(width, len(vocabulary), num_positions, vocabulary.sos, vocabulary.eos, vocabulary.pad)
     model = _initial_model(config, sizes, vocabulary)
     if bundle is not None:

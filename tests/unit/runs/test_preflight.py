@@ -13,7 +13,8 @@ from raycap.pipeline.config.load import load_config, parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.reading import build_vocabulary, read_data
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.runs.preflight import check_before_writing, check_constraints, check_storage, max_positions
+from raycap.pipeline.runs.preflight import check_before_writing, check_storage, max_positions
+from raycap.pipeline.runs.prepare import prepare
 from tests.conftest import ROOT, small_config
 
 
@@ -55,21 +56,22 @@ def test_what_would_fail_later_is_refused(tmp_path: Path, changes: dict[str, Any
         ({"data__train_splits": ["training"]}, "data.train_splits: no image of dataset.json is in training"),
         ({"data__min_count": 10**6}, "vocabulary"),
         ({"model__max_positions": 4}, "model.max_positions = 4 is less than the longest training caption's"),
-        ({"evaluation__constraints": "words.jsonl"}, "needs the word 'zeppelin', which is not among the model's"),
     ],
 )
-def test_what_does_not_fit_the_captions_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], found: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [json.dumps({"image_id": image, "constraints": ["zeppelin"]}) for image in (25, 27)]
-    Path("words.jsonl").write_text("\n".join(words))
+def test_what_does_not_fit_the_captions_is_refused(tmp_path: Path, changes: dict[str, Any], found: str) -> None:
     config = config_of(tmp_path, data__test_splits=["val", "test"], **changes)
     with pytest.raises(UserError, match=found):
         dataset = read_data(config)
         vocabulary = build_vocabulary(dataset, config.data)
         max_positions(config, dataset, vocabulary)
-        check_constraints(config, dataset, vocabulary)
+
+
+def test_a_constraint_on_a_word_that_the_captions_lack_is_refused(tmp_path: Path) -> None:
+    words = [json.dumps({"image_id": image, "constraints": ["zeppelin"]}) for image in (25, 27)]
+    (tmp_path / "words.jsonl").write_text("\n".join(words))
+    changes = {"data__test_splits": ["val", "test"], "evaluation__constraints": str(tmp_path / "words.jsonl")}
+    with pytest.raises(UserError, match="needs the word 'zeppelin', which is not among the model's"):
+        prepare(config_of(tmp_path, **changes))
 
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
