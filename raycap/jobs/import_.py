@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from safetensors import SafetensorError
 
 from raycap.jobs.named_files import check_output_folder
 from raycap.jobs.options import Set
@@ -62,7 +61,7 @@ def import_checkpoint(
     info = {"imported_from": checkpoint.name, "format": source}
     try:
         save_bundle(out, captioner, vocabulary, name=out.name, protocol=protocol, info=info)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(f"--out {out} cannot be written: {error}; choose another folder or make room") from error
     model = captioner.model
     print(
