@@ -188,8 +188,6 @@ def _yaml_problem(error: Exception) -> str:
         return one_line(error)
     if r"'\t'" in problem:
         return f"found a tab in {_place(mark)}; indent with blanks"
-    if problem == "second occurrence":
-        return f"an anchor is defined a second time in {_place(mark)}"
     problem = re.sub(r"'[^'<\s]{2,}'", "'...'", problem)  # without the name of a tag or alias
     return f"{printable(problem)} in {_place(mark)}"
 
