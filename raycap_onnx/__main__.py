@@ -16,15 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m raycap_onnx", description="Caption image files.")
     parser.add_argument("folder", metavar="FOLDER", help="what raycap export wrote")
     parser.add_argument("images", metavar="IMAGE", nargs="+", help="image files")
-    parser.add_argument("--beam", type=int, metavar="K", help="beams; 1 for greedy search")
-    parser.add_argument("--max-length", type=int, metavar="T", help="tokens, with the begin and the end")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of onnxruntime")
     parser.add_argument("--json", action="store_true", help="print JSON lines with log-probabilities")
     options = parser.parse_args(argv)
-    search = {"beam_size": options.beam, "max_length": options.max_length}
     try:
         captioner = Captioner(options.folder, threads=options.threads)
-        captioner.caption([], **search)  # a bad search raises CaptionerError before the first image
     except CaptionerError as error:
         print(f"raycap_onnx: {error}", file=sys.stderr)
         return 2
@@ -32,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.images:
         row: dict[str, str | float] = {"image": name}
         try:
-            (caption,) = captioner.caption([name], **search)
+            (caption,) = captioner.caption([name])
             row |= {"caption": caption.text, "log_prob": round(caption.log_prob, 6)}
         except CaptionerError as error:
             exit_code, row["error"] = 1, str(error).removeprefix(f"{name}: ")

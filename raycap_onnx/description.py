@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -96,12 +95,9 @@ class Words:
 
     def _joined_bytes(self, ids: list[int]) -> str:
         """Joins tokens of bytes. Bytes that are not valid UTF-8 are left out, and so are blanks of the first token."""
-        decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-        caption = ""
-        for place, index in enumerate(ids):
-            part = decoder.decode(self.words[index].encode("latin-1", "ignore"))
-            caption += part if place else part.lstrip()
-        return caption
+        parts = [self.words[index].encode("latin-1", "ignore") for index in ids]
+        caption, first = (b"".join(each).decode(errors="ignore") for each in (parts, parts[:1]))
+        return caption[len(first) - len(first.lstrip()) :]
 
     def _joined_scripts(self, ids: list[int]) -> str:
         """Joins tokens with a space, except before and after tokens of scripts without spaces."""

@@ -1,4 +1,4 @@
-"""Turns image files and arrays into the pixels that a captioner reads, exactly as raycap does."""
+"""Turns images into the pixels that a captioner reads, exactly as raycap does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from raycap_onnx.description import CaptionerError, is_number, one_line, read_file, require_flags, require_number
 
-ImageSource: TypeAlias = "str | Path | bytes | Image.Image | np.ndarray"
+ImageSource: TypeAlias = "str | Path | bytes | Image.Image"
 
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # Pillow's filters
 MAX_SIZE = 4096  # the largest side in pixels of the square that an image is resized to
@@ -81,8 +81,8 @@ def _without_far_ends(image: Image.Image) -> Image.Image:
 def load_image(source: ImageSource) -> Image.Image:
     """The RGB image of a source, rotated as its EXIF data say. Transparent pixels are blended with white.
 
-    source: a path, the content of a file, an image of Pillow, or an array (H, W) or (H, W, 3) of uint8. Raises
-    CaptionerError if the source is not an image, or is a damaged or too large one.
+    source: a path, the content of a file, or an image of Pillow. Raises CaptionerError if the source is not an image,
+    or is a damaged or too large one.
     """
     name = str(source) if isinstance(source, str | Path) else "an image"
     try:
@@ -104,12 +104,7 @@ def _opened(source: ImageSource) -> Image.Image:
 
     Raises CaptionerError if the image, or a tile of a TIFF file, has too many pixels or too long a side.
     """
-    if isinstance(source, np.ndarray):
-        has_channels = source.ndim == 3 and source.shape[2] == 3
-        if source.dtype != np.uint8 or not (source.ndim == 2 or has_channels):
-            raise CaptionerError(f"it is an array of {source.dtype} {source.shape}; expected uint8 (H, W) or (H, W, 3)")
-        image = Image.fromarray(source)
-    elif isinstance(source, Image.Image):
+    if isinstance(source, Image.Image):
         image = source
     else:
         data = source if isinstance(source, bytes) else read_file(Path(source), MAX_IMAGE_BYTES)

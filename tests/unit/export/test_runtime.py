@@ -159,8 +159,6 @@ def test_images_are_decoded_as_raycap_decodes_them(tmp_path: Path) -> None:
         for source in (str(path), path, buffer.getvalue(), Image.open(path)):
             assert np.array_equal(load_image(source), expected), (number, type(source))
     assert load_image(tmp_path / "6").size == (9, 14), "rotated"
-    assert np.array_equal(load_image(np.asarray(rgb)), rgb)
-    assert np.array_equal(load_image(np.asarray(rgb.convert("L"))), rgb.convert("L").convert("RGB"))
 
 
 def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +182,6 @@ def test_images_that_raycap_refuses_are_refused(tmp_path: Path, monkeypatch: pyt
             load_image(data)
         with pytest.raises(BadImage):
             decode_image(data, 100)
-    for array in (np.zeros((4, 4), np.float32), np.zeros((4, 4, 4), np.uint8), np.zeros(4, np.uint8)):
-        with pytest.raises(CaptionerError, match="expected uint8"):
-            load_image(array)
     with pytest.raises(CaptionerError, match=r"missing\.png: it cannot be read: No such file"):
         load_image(tmp_path / "missing.png")
     with pytest.raises(CaptionerError, match="it is not a file"):
