@@ -305,8 +305,7 @@ def check_nodes(config: RunConfig, requests: Requests) -> Iterator[Finding]:
     found = _ask(alive, uses_gpus, place, probe)
     with suppress(OSError):
         (place / probe).delete()
-    status = cluster_status()
-    yield has_workers(status, requests)
+    yield has_workers(cluster_status(), requests)
     yield from merged(found)
 
 
