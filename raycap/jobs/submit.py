@@ -34,6 +34,7 @@ from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.config.shipped import is_shipped
 from raycap.pipeline.config.variables import is_secret, texts_in, variable_names
 from raycap.pipeline.errors import JobFailedError, UserError
+from raycap.pipeline.runtime.log import unchanged_level
 from raycap.pipeline.runtime.names import expanded_path, one_line, shown
 from raycap.pipeline.runtime.secrets import holds_secret, is_secret_name
 from raycap.pipeline.search.spec import load_search
@@ -195,7 +196,8 @@ def parse_arguments(command: str, arguments: Sequence[str]) -> Values:
     if "--address" in arguments:
         raise UserError("--address was given twice; the job joins the cluster that it runs on")
     try:
-        return dict(COMMANDS[_checked_command(command)].load(command).make_context(command, list(arguments)).params)
+        with unchanged_level():  # --quiet is for the job, not for this process
+            return dict(COMMANDS[_checked_command(command)].load(command).make_context(command, list(arguments)).params)
     except TyperException as error:
         raise UserError(f"raycap {command} refuses these options: {error.format_message()}") from error
 

@@ -49,6 +49,18 @@ def log_to_stderr() -> None:
         handler.uses_stderr = True
 
 
+@contextmanager
+def unchanged_level() -> Iterator[None]:
+    """Restores the terminal's level at the end of the context, within which it may be changed."""
+    handler = _terminal_handler()
+    level = handler.level if handler else logging.NOTSET
+    try:
+        yield
+    finally:
+        if handler:
+            handler.setLevel(level)
+
+
 def set_rank(rank: int) -> None:
     """Begins the records of this process with `[rank N]`, unless its rank in data-parallel training is 0."""
     global _rank
