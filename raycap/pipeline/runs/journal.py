@@ -85,20 +85,38 @@ def journal_bytes(folder: Path) -> int:
 
 
 class Follower:
-    """Follows a journal: `new` returns each new entry once, even if a resumed stage repeats the entry's step."""
+    """Follows a journal: `new` returns each new entry once, even if a resumed stage repeats the entry's step.
+
+    Each call reads only the lines that were added.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._num_bytes = folder, journal_bytes(folder)
+        self.folder = folder
+        self._num_read: dict[str, int] = {}  # number of bytes read, by part
+        self._added_entries()  # so that the next call skips what exists
         self._returned = {_entry_key(entry) for entry in read_journal(folder)}
 
     def new(self) -> list[Entry]:
-        """The entries written since the last call. Reads the journal only if it has grown."""
-        num_bytes = journal_bytes(self.folder)
-        if num_bytes == self._num_bytes:
-            return []
-        self._num_bytes = num_bytes
-        entries = [entry for entry in read_journal(self.folder) if _entry_key(entry) not in self._returned]
-        self._returned.update(map(_entry_key, entries))
+        """The entries written since the last call."""
+        entries = []
+        for entry in self._added_entries():
+            key = _entry_key(entry)
+            if entry["kind"] != "resume" and key not in self._returned:
+                self._returned.add(key)
+                entries.append(entry)
+        return entries
+
+    def _added_entries(self) -> list[Entry]:
+        """The entries in complete lines that were added since the last call."""
+        entries = []
+        for part in _parts(self.folder):
+            start = self._num_read.get(part.name, 0)
+            with part.open("rb") as file:
+                file.seek(start)
+                added = file.read()
+            complete = added[: added.rfind(b"\n") + 1]
+            self._num_read[part.name] = start + len(complete)
+            entries += _parse(complete)
         return entries
 
 
@@ -108,7 +126,7 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _parse(lines: bytes) -> list[Entry]:
-    """The entries in lines. A line that is not an entry is skipped."""
+    """The entries in complete lines. A line that is not an entry is skipped."""
     entries = []
     for line in lines.splitlines():
         with suppress(ValueError):
