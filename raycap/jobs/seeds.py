@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import Seed
-from raycap.pipeline.errors import UserError
+from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.comparison.protocol import Protocol, common_protocol, run_protocol
 from raycap.pipeline.evaluation.comparison.published import published_rows
@@ -23,6 +23,8 @@ from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.storage.atomic import read_json
 
 logger = logging.getLogger(__name__)
+
+SCORES_KEYS = frozenset(["splits", "validation_by_stage"])  # keys that the scores.json of a complete run has
 
 
 def seed_configs(config: RunConfig, count: int) -> list[RunConfig]:
@@ -42,14 +44,11 @@ def group_id(name: str, members: Sequence[str]) -> str:
 def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
     """Prints the mean scores of complete runs with their spread, and writes them to seeds/NAME-HASH in the storage.
 
-    configs, folders: of each run.
+    configs, folders: of each run. Raises DamagedError if a run's scores.json is damaged.
     """
     group = group_id(configs[0].name, [folder.run_id for folder in folders])
     place = configs[0].storage_place / f"seeds/{group}"
-    stored: dict[str, Values] = {
-        f"seed {config.seed}": read_json(folder.path / "scores.json")
-        for config, folder in zip(configs, folders, strict=True)
-    }
+    stored = {f"seed {config.seed}": _stored_scores(folder) for config, folder in zip(configs, folders, strict=True)}
     scores = SeedScores.of({label: content["splits"] for label, content in stored.items()})
     protocol = common_protocol([run_protocol(folder.config, folder.delivered()) for folder in folders])
     published = {
@@ -67,6 +66,19 @@ def summarize_runs(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -
     logger.info(f"\nvalidation CIDEr-D ({protocol.tokenizer} tokens)  {texts}")
     metadata = {"runs": ", ".join(folder.run_id for folder in folders), "validation CIDEr-D": texts}
     write_summary(place, scores, protocol, content, metadata, published)
+
+
+def _stored_scores(folder: RunFolder) -> Values:
+    """The content of a complete run's scores.json. Raises DamagedError if the file is missing or damaged."""
+    path = folder.path / "scores.json"
+    try:
+        content: Values = read_json(path)
+        if not isinstance(content, dict) or not content.keys() >= SCORES_KEYS:
+            raise DamagedError(f"{path} is damaged: it lacks scores")
+    except (DamagedError, FileNotFoundError) as error:
+        remedy = f"remove {folder.path / 'COMPLETE.json'}, and the same command scores the captions again"
+        raise DamagedError(f"{error}; {remedy}") from error
+    return content
 
 
 def _published(protocol: Protocol, folder: RunFolder, columns: list[str], split: str, entry: Mapping[str, Any]) -> Rows:
