@@ -266,8 +266,9 @@ def add_karpathy(source: Source, data: object, rows: Rows) -> None:
         if source.with_tokens:
             tokens = [_joined_tokens(sentence.get("tokens"), location) for sentence in sentences]
         filename = source.text(entry, "filename")
-        split = rows.split_of(location, filename, [filename], source.text(entry, "split"))
         names = entry.get("filepath") or ".", filename
+        name = prefix_of(source.images_name) + "/".join(map(str, names))
+        split = rows.split_of(location, name, [filename], source.text(entry, "split"))
         return image_id, split, names, [sentence["raw"] for sentence in sentences], tokens
 
     _add_images(source, entries, parse, rows)

@@ -285,7 +285,7 @@ def survey(place: str, *, divides: bool = True) -> Survey:
             failures.append((candidate, error))
             continue
         failed = [error for other, error in failures if not set(candidate.files) & set(other.files)]
-        found.left_out.extend(f"files that cannot be read: {error}" for error in failed)
+        found.left_out.extend(f"annotation files that are not used: {error}" for error in failed)
         kinds = Counter(map(unused_kind, listed)) if candidate.form == "files" and found.form != TARS else Counter()
         found.left_out.extend(f"{count} {kind} are not used" for kind, count in kinds.items() if kind)
         others = list(candidates)
@@ -318,7 +318,7 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str], *, divi
         raise UserError(problems[0])
     images = zip(dataset.column("uri"), dataset.column("captions"), strict=True)
     without = [uri for uri, captions in images if not any(map(str.strip, captions))]
-    if without:
+    if without and (divides or len(without) == len(dataset)):
         remedy = "add theirs, or remove these images"
         if len(without) == len(dataset) and form.startswith("table"):
             remedy = "add some, or set data.columns.captions to the table's column of captions"

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from raycap.pipeline.errors import UserError
 
 MAX_QUOTED = 200
-_PLACE = re.compile(r"(tar|parquet):[\d+]+:")  # the begin of an image's URI, if it is in an archive or table
+_PLACE = re.compile(r"\A(tar|parquet):[\d+]+:")  # the beginning of an image's URI, if it is in an archive or table
 MAX_ERROR = 500
 
 

@@ -161,7 +161,7 @@ def test_ids_of_captions_are_no_ids_of_images(tmp_path: Path, images: list[Capti
     (tmp_path / "a.csv").write_text("sep=;\nid;image;caption;\n" + "".join(rows) + ";;;\n")
     found = survey(str(tmp_path))
     assert found.dataset.source_ids() == [image.name for image in images]
-    assert found.left_out[0].startswith("1 columns with an id of each caption are not used, first id in")
+    assert found.left_out[0].startswith("1 columns with an id of each caption are not used, first ")
 
 
 def test_other_columns_with_captions_are_counted_and_image_id_is_the_id(

@@ -239,10 +239,10 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     path, begin = source.annotations, rows.count
     head = list(islice(entries, 1))
     for column in head[0] if head else ():
-        if _TEXTS.match(column) and column not in source.columns_in(head[0], "captions"):
+        if _TEXTS.match(column) and not any(column in source.columns_in(head[0], role) for role in COLUMNS):
             rows.leave_out("columns with texts", f"{column} in {source.annotations_name}")
     files: dict[str, ImageFile] = {}
-    ids_of_captions = 0  # rows with another id than the first one of their image
+    has_ids_of_captions = False  # rows of one image have different ids
     stored_names = set[str]()  # names of the images that the table contains
     for number, entry in enumerate(chain(head, entries)):
         location = f"{path}: row {number + 1}"
@@ -276,15 +276,20 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 files[name] = ImageFile(stated, stated_id, named, image_id, split, uri, captions, location)
             elif stated in (None, "", known.stated_split):  # the table has one row per caption
                 known.captions.extend(captions)
-                ids_of_captions += stated_id != known.stated_id
+                has_ids_of_captions |= None not in (stated_id, known.stated_id) and stated_id not in (
+                    "",
+                    known.stated_id,
+                )
                 if not captions:
                     rows.leave_out("rows without a caption", location)
             else:
                 splits = f"the split {quoted(known.stated_split)} and in this row {quoted(stated)}"
                 raise UserError(f"{location}: the image {quoted(image)} has {splits}; give it one split")
-    if ids_of_captions:
-        rows.leave_out("columns with an id of each caption", f"{source.columns_in(head[0], 'id')[0]} in {path}")
+    if has_ids_of_captions:
+        rows.leave_out("columns with an id of each caption", str(path))
     for file in files.values():
-        rows.add(file.named if ids_of_captions else file.image_id, file.split, file.uri, file.captions, file.location)
+        rows.add(
+            file.named if has_ids_of_captions else file.image_id, file.split, file.uri, file.captions, file.location
+        )
     if rows.count == begin:
         raise UserError(f"{path} has no rows")
