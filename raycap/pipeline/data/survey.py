@@ -286,8 +286,11 @@ def survey(place: str, *, divides: bool = True) -> Survey:
             continue
         failed = [error for other, error in failures if not set(candidate.files) & set(other.files)]
         found.left_out.extend(f"annotation files that are not used: {error}" for error in failed)
-        kinds = Counter(map(unused_kind, listed)) if candidate.form == "files" and found.form != TARS else Counter()
-        found.left_out.extend(f"{count} {kind} are not used" for kind, count in kinds.items() if kind)
+        unused_images = Rows()
+        for name in listed if candidate.form == "files" and found.form != TARS else ():  # other readers count them
+            if kind := unused_kind(name):
+                unused_images.leave_out(kind, name)
+        found.left_out.extend(unused_images.left_out)
         others = list(candidates)
         for form, kind in (("files", "other annotation files"), ("text", "texts beside images")):
             names_of_form = {name for other in others if other.form == form for name in other.files}

@@ -258,7 +258,7 @@ class ServedModels:
         raise RefusedError(503, "the model is being replaced; try again", 1)
 
     def _resized(self, image: bytes, number: int, transform: ImageTransform) -> np.ndarray:
-        """Decodes and resizes an image file to (H, W, 3) uint8. Raises RefusedError. number: its index, for errors."""
+        """Decodes and resizes an image file to (H, W, 3) uint8. Raises RefusedError, which names the index `number`."""
         try:
             return transform.resize(load_image(image, self.max_pixels))
         except BadImage as error:

@@ -63,7 +63,7 @@ def read_json(path: StoragePath) -> Any:
 
 
 def is_image(name: str) -> bool:
-    """True if a file has an image's ending and is not hidden."""
+    """True if a file name ends as that of an image does, and is not hidden."""
     base = name.rsplit("/", 1)[-1]
     return base.lower().endswith(IMAGE_ENDINGS) and not base.startswith(".")
 

@@ -84,7 +84,7 @@ class Rows:
     def add(
         self, image_id: Identity, split: str, uri: str, captions: list[str], location: str, tokens: Sequence[str] = ()
     ) -> None:
-        """Adds an image. Raises UserError for values that cannot be in a table or a file system.
+        """Adds an image. Raises UserError for a name or split that is not text.
 
         uri: the text of an ImageLocation. tokens: the tokens of each caption, joined with spaces, if
         `Source.with_tokens` is true.
@@ -123,13 +123,11 @@ class Rows:
     @property
     def left_out(self) -> list[str]:
         """A sentence for each kind of things that are not used."""
-        kinds = dict(self._left_out)
+        sentences = [f"{count} {kind}, first {shown(first)}" for kind, (count, first) in self._left_out.items()]
         if self._names:
-            kinds["names in data.split_lists, which no image has, are not used"] = (
-                len(self._names),
-                next(iter(self._names)),
-            )
-        return [f"{count} {kind}, first {shown(first)}" for kind, (count, first) in kinds.items()]
+            names = f"{len(self._names)} names in data.split_lists, which no image has, are not used"
+            sentences.append(f"{names}, first {shown(next(iter(self._names)))}")
+        return sentences
 
     def _store(self) -> None:
         """Moves the rows of the buffer into Arrow arrays."""

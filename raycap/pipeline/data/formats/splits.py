@@ -84,8 +84,8 @@ def _ends(name: str) -> Iterator[str]:
 def read_split_lists(root: StoragePath, lists: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """{end of an image's path, or its id: (its split, its name in the list)}.
 
-    lists: {split: file in which each line has an image's path, and maybe its id}. If a line has no id and its file name
-    is a number, the number also counts as the id. The file name alone of a line with folders has the key /NAME, because
+    lists: {split: file}. Each line has an image's path, and optionally its id. If a line has no id and its file name is
+    a number, the number also counts as the id. The file name alone of a line with folders has the key /NAME, because
     it stands only for an image without folders.
     """
     split_of: dict[str, tuple[str, str]] = {}

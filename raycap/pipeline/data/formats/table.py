@@ -30,6 +30,7 @@ DELIMITERS = "\t|;,"
 MAX_HEAD_BYTES = 2**18  # of a file's beginning, which shows what the file is
 MAX_COLUMNS = 1000  # limit of a table of text, because every row gets a value for each column
 MAX_ROW_LINES = 100  # lines of a quoted value; more of them have lost their closing quote
+BLANK = (None, "")  # the values of empty cells
 MAX_NAME = 1000  # characters of the name of an image in a Parquet file
 _NUMBER = re.compile(r"#\d+$")  # of a caption, behind the name of an image, in Flickr's "dog.jpg#0<tab>A dog."
 # how the names of columns with texts begin
@@ -230,6 +231,14 @@ def _parquet_entries(source: Source, file: BinaryIO, title: str) -> Iterator[Val
         yield others | row | {image: StoredImage(place, stored.get("path"))}
 
 
+def _count_other_texts(source: Source, head: list[Values], rows: Rows) -> None:
+    """Counts the columns with texts that are not used. head: the first row, if there is one."""
+    for entry in head:
+        for column in filter(_TEXTS.match, entry):
+            if not any(column in source.columns_in(entry, role) for role in COLUMNS):
+                rows.leave_out("columns with texts", f"{column} in {source.annotations_name}")
+
+
 def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     """Adds the images of a table with the columns image, captions, and maybe id and split (`source.COLUMNS`).
 
@@ -238,9 +247,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     """
     path, begin = source.annotations, rows.count
     head = list(islice(entries, 1))
-    for column in head[0] if head else ():
-        if _TEXTS.match(column) and not any(column in source.columns_in(head[0], role) for role in COLUMNS):
-            rows.leave_out("columns with texts", f"{column} in {source.annotations_name}")
+    _count_other_texts(source, head, rows)
     files: dict[str, ImageFile] = {}
     has_ids_of_captions = False  # rows of one image have different ids
     stored_names = set[str]()  # names of the images that the table contains
@@ -274,12 +281,9 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
                 image_id, split = source.id_and_split(entry, image, whole_name, location, rows)
                 named = Identity.of_name(image, whole_name)
                 files[name] = ImageFile(stated, stated_id, named, image_id, split, uri, captions, location)
-            elif stated in (None, "", known.stated_split):  # the table has one row per caption
+            elif stated in (*BLANK, known.stated_split):  # the table has one row per caption
                 known.captions.extend(captions)
-                has_ids_of_captions |= None not in (stated_id, known.stated_id) and stated_id not in (
-                    "",
-                    known.stated_id,
-                )
+                has_ids_of_captions |= known.stated_id not in BLANK and stated_id not in (*BLANK, known.stated_id)
                 if not captions:
                     rows.leave_out("rows without a caption", location)
             else:
@@ -288,8 +292,7 @@ def add_table(source: Source, entries: Iterator[Values], rows: Rows) -> None:
     if has_ids_of_captions:
         rows.leave_out("columns with an id of each caption", str(path))
     for file in files.values():
-        rows.add(
-            file.named if has_ids_of_captions else file.image_id, file.split, file.uri, file.captions, file.location
-        )
+        image_id = file.named if has_ids_of_captions else file.image_id
+        rows.add(image_id, file.split, file.uri, file.captions, file.location)
     if rows.count == begin:
         raise UserError(f"{path} has no rows")
