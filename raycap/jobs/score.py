@@ -71,6 +71,8 @@ def score(
     candidates = read_predictions(predictions)
     if images is not None and not images.is_dir():
         raise UserError(f"--images {images}: no such folder; give the folder of the images")
+    if images is not None and references.is_dir():
+        raise UserError(f"--images is for an annotation file; the images of {references} are found in it")
     split = None if split is None else split_name(split)
     dataset = read_references(references, split, images)
     texts = dataset.references()

@@ -330,7 +330,8 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str], *, divi
             f"{len(without)} of {len(dataset)} images have no caption ({form}), first {shown(first.name or without[0])}"
         )
         raise UserError("; ".join([f"{shown(root)}: {problem}", *left_out, remedy]))
-    if lists := _split_lists(root, candidate, names, dataset):
+    lists, unused_lists = _split_lists(root, candidate, names, dataset)
+    if lists:
         keys = keys | {"split_lists": lists}
         dataset = _rows(root, keys).dataset
     uris = set(dataset.column("uri"))
@@ -342,31 +343,37 @@ def _read(root: StoragePath, candidate: Candidate, names: Sequence[str], *, divi
         keys = keys | _split_keys(root, keys, dataset)
     dataset, _, left_out = _rows(root, keys)  # read again, because the new keys decide the splits
     unnamed = [name for name in names if is_image(name) and join(root.uri, name) not in uris]
-    if unnamed:
-        left_out.append(f"{len(unnamed)} images that no annotation names are not used, first {shown(unnamed[0])}")
+    for kind, unused in (("images that no annotation names", unnamed), ("further lists of a split", unused_lists)):
+        if unused:
+            left_out.append(f"{len(unused)} {kind} are not used, first {shown(unused[0])}")
     return Survey(form, root, keys, dataset, left_out)
 
 
 def _split_lists(
     root: StoragePath, candidate: Candidate, names: Sequence[str], dataset: Dataset
-) -> dict[str, str] | None:
-    """{split: text file}, if files with the names of splits begin with an image of a data set without splits."""
+) -> tuple[dict[str, str], list[str]]:
+    """{split: text file}, if files with the names of splits begin with an image of a data set without splits.
+
+    The second value has the further files of splits that already have one.
+    """
     known = {_base(uri) for uri in dataset.column("uri")}
     known |= {name.rpartition(".")[0] for name in known}
     lists: dict[str, str] = {}
+    unused = []
     for name in names if dataset.split_sizes().keys() <= {"train"} else ():
         words = re.findall("[A-Z]?[a-z]+", _base(name))  # for Flickr_8k.trainImages.txt
         split = next((SPLIT_WORDS[word.lower()] for word in words if word.lower() in SPLIT_WORDS), None)
-        if split is None or split in lists or not name.endswith(".txt") or name.count("/") > 1:
+        if split is None or not name.endswith(".txt") or name.count("/") > 1:
             continue
         with suppress(UserError), opened(root / name) as file:
             line = file.readline(MAX_NAME_BYTES).decode("utf-8-sig", errors="replace").split()
-            if name not in candidate.files and line and _base(line[0]) in known:
-                lists[split] = name
+            is_list = name not in candidate.files and line and _base(line[0]) in known
+            if is_list and lists.setdefault(split, name) != name:
+                unused.append(name)
     if not lists.keys() & {"val", "test"}:
-        return None
+        return {}, []
     read_split_lists(root, lists)  # raises UserError for lists that contradict each other
-    return lists
+    return lists, unused
 
 
 def _base(name: str) -> str:

@@ -149,6 +149,8 @@ def test_split_lists_that_contradict_each_other_are_named_and_endings_may_be_mis
         (tmp_path / f"{split}.txt").write_text("".join(f"{image.name.partition('.')[0]}\n" for image in part))
     assert survey(str(tmp_path)).dataset.split_sizes() == {split: len(part) for split, part in splits.items()}
     assert len(read_references(tmp_path, "val")) == 10
+    (tmp_path / "zz_dev.txt").write_text(f"{images[45].name}\n")
+    assert survey(str(tmp_path)).left_out == ["1 further lists of a split are not used, first zz_dev.txt"]
     with (tmp_path / "val.txt").open("a") as file:
         file.write(images[0].name.partition(".")[0])
     with pytest.raises(UserError, match="is in .* and again in"):
