@@ -139,18 +139,26 @@ def _terminal_handler() -> _TerminalHandler | None:
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes a number of newly done images, and logs the progress every LINE_EVERY_S seconds."""
-    begin = last = time.monotonic()
-    done = 0
+    """Yields a function that takes a number of newly done images, and logs the progress every LINE_EVERY_S seconds.
+
+    The rate is that after the first images, because processes start before these.
+    """
+    last = time.monotonic()
+    done, first = 0, (0.0, 0)
 
     def advance(count: int) -> None:
-        nonlocal done, last
+        nonlocal done, last, first
+        now, is_first = time.monotonic(), done == 0
         done += count
-        now = time.monotonic()
-        if done and now - last > LINE_EVERY_S:
+        if is_first:
+            first = now, done
+        if now - last > LINE_EVERY_S:
             last = now
-            rate = done / (now - begin)
-            logger.info(f"{label}  {done}/{total} images, {rate:.1f} images/s, {(total - done) / rate:.0f} s left")
+            line = f"{label}  {done}/{total} images"
+            if done > first[1]:
+                rate = (done - first[1]) / (now - first[0])
+                line += f", {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
+            logger.info(line)
 
     yield advance
 

@@ -104,12 +104,17 @@ def test_the_file_ends_with_the_error(error: Exception, tmp_path: Path) -> None:
 
 def test_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
-    clock = iter([0.0, 1.0, 4.0, 6.0, 7.0])
+    clock = iter([0.0, 1.0, 4.0, 6.0, 7.0, 0.0, 9.0, 15.0])
     monkeypatch.setattr("raycap.pipeline.runtime.log.time.monotonic", lambda: next(clock))
     with progress("captions", 40) as advance:
         for _ in range(4):
             advance(10)
-    assert capsys.readouterr().out == "captions  30/40 images, 5.0 images/s, 2 s left\n"
+    assert capsys.readouterr().out == "captions  30/40 images, 4.0 images/s, 2 s left\n"
+    with progress("captions", 40) as advance:
+        for _ in range(2):
+            advance(10)
+    late = "captions  10/40 images\ncaptions  20/40 images, 1.7 images/s, 12 s left\n"
+    assert capsys.readouterr().out == late, "the first images come after the start of processes"
 
 
 def test_a_failure_is_recorded_with_its_reason_and_said_in_one_line(log_lines: list[str]) -> None:

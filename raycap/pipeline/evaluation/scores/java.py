@@ -156,10 +156,12 @@ def _parse(java: list[str], folder: Path, sentences: list[str], deadline_s: floa
         for done in range(0, len(sentences), size):
             _answers(process, [json.dumps(sentences[done : done + size])], 1, re.compile("parsed"))
             now, left = time.monotonic(), max(0, len(sentences) - done - size)
+            if done == 0:
+                start = now  # the parser has loaded its models
             if (left and now - last < KEEP_EVERY_S) or database.stat().st_mtime_ns == old:
                 continue
-            last, minutes = now, (now - start) / (len(sentences) - left) * left / 60
-            logger.info(f"SPICE   {len(sentences) - left}/{len(sentences)} sentences parsed, {minutes:.1f} min left")
+            last, minutes = now, f", {(now - start) / done * left / 60:.1f} min left" if done else ""
+            logger.info(f"SPICE   {len(sentences) - left}/{len(sentences)} sentences parsed{minutes}")
             try:
                 if can_keep:
                     write_bytes(kept, gzip.compress(database.read_bytes(), 1), durable=False)
