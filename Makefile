@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo photos test unit lint docs wheel reproduce bench proof spice lock clean
+.PHONY: demo photos test unit lint docs wheel reproduce bench proof spice image lock clean
 
 demo: $(READY)
 	$(BIN)/raycap run demo
@@ -49,6 +49,13 @@ bench: $(READY)
 # SPICE's models, which no package carries; needs Java and Maven.
 spice: $(READY)
 	infra/spice.sh $(BIN)/python
+
+# The container image. REGISTRY/ is put before its name. FLAVOR and TORCH_INDEX: see infra/Dockerfile. BASE=raycap-base
+# builds everything from packages, where no registry of images can be reached.
+image:
+	$(if $(filter raycap-base,$(BASE)),infra/base.sh)
+	docker build --file infra/Dockerfile --tag $(if $(REGISTRY),$(REGISTRY)/)raycap:0.1.0 --build-arg COMMIT="$$(git describe --always --dirty)" \
+	  $(if $(filter raycap-base,$(BASE)),--network host) $(foreach name,BASE FLAVOR TORCH_INDEX,$(if $($(name)),--build-arg $(name)=$($(name)))) .
 
 proof: $(READY)
 	$(BIN)/python -m pytest -m proof

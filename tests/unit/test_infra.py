@@ -195,7 +195,7 @@ def commands() -> list[list[str]]:
         for document in documents(path):
             for pod in pod_specs(document):
                 found += [container["command"] for container in pod["containers"] if "command" in container]
-    texts = [INFRA / name for name in ("README.md", "Dockerfile", "ray-cluster-aws.yaml", "mlflow-compose.yaml")]
+    texts = [INFRA / name for name in ("README.md", "Dockerfile", "ray-cluster-aws.yaml", "compose.yaml")]
     for path in texts:
         text = re.sub(r"\\\n#?", " ", path.read_text())
         for line in re.findall(r"^(?:#   |RUN |   )(raycap [a-z].*)$", text, re.MULTILINE):
