@@ -11,7 +11,7 @@ from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.delivery import local_bundle
-from raycap.pipeline.runs.folder import RunFolder, open_folder, try_lock
+from raycap.pipeline.runs.folder import RunFolder, open_folder, stored_config, try_lock
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.storage.atomic import write_json
 from raycap.pipeline.tracking.mlflow_client import public_uri
@@ -92,9 +92,10 @@ def _open_runs(config: RunConfig, names: list[str]) -> Iterator[RunFolder]:
     """Yields the runs of these names, with the configuration's tracker and storage."""
     for name in names:
         try:
-            folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"))
+            folder = open_folder(config.working_path / "runs" / name, config.home(f"runs/{name}"), config)
+            stored = stored_config(folder.path, config.variables)
         except UserError as error:
             logger.warning(f"{name}: not sent: {error}")
             continue
-        stored = folder.config.model_copy(update={"tracking": config.tracking, "storage": config.storage})
-        yield replace(folder, config=stored)
+        places = {"tracking": config.tracking, "storage": config.storage}
+        yield replace(folder, config=stored.model_copy(update=places))

@@ -241,9 +241,9 @@ def parse_config(data: Values) -> RunConfig:
     return parse_section(RunConfig, data).with_references(data)
 
 
-def parse_stored_config(values: Values) -> RunConfig:
-    """Like `parse_config`, for values that `dump_config` has written. A `${VARIABLE}` that is not set remains."""
-    return parse_config(expand_variables(values, is_stored=True))
+def parse_stored_config(values: Values, variables: Mapping[str, str] = {}) -> RunConfig:
+    """Like `parse_config`, for values that `dump_config` has written. Other `${VARIABLE}` than `variables` remain."""
+    return parse_config(expand_variables(values, known=variables))
 
 
 def parse_section(section_type: type[SectionType], data: object, key: str = "") -> SectionType:

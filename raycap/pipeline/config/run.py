@@ -59,6 +59,11 @@ class RunConfig(Section):
         self._expanded = remember_secrets(data)
         return self
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables that the user's file refers to, by name."""
+        return {name: value for text in self._expanded.values() for name, value in text.variables.items()}
+
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Unpickles a configuration of another process, and remembers its secrets, so that no message shows them."""
         super().__setstate__(state)

@@ -7,7 +7,7 @@ workers receive the configuration as an object with the values, because they may
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raycap.models.config import Values
@@ -44,32 +44,30 @@ def variable_names(text: str) -> list[str]:
     return sorted(set(REFERENCE.findall(text)))
 
 
-def expand_variables(value: object, key: str = "", *, is_stored: bool = False) -> Any:
+def expand_variables(value: object, key: str = "", *, known: Mapping[str, str] | None = None) -> Any:
     """Returns a copy of plain values in which each `${VARIABLE}` in a text is replaced.
 
-    key: the dotted key of the values, for messages. is_stored: whether the values come from a stored configuration. If
-    so, a reference to a variable that is not set remains, except in the section `storage`.
+    key: the dotted key of the values, for messages. known: the only variables that a stored configuration may use, by
+    name. Its references to others remain, because a stranger may have written it.
 
-    Raises UserError for any other variable that is not set.
+    Raises UserError for a variable that is not set.
     """
+    values = os.environ if known is None else known
     if isinstance(value, dict):
-        return {
-            name: expand_variables(item, f"{key}.{name}".lstrip("."), is_stored=is_stored)
-            for name, item in value.items()
-        }
+        return {name: expand_variables(item, f"{key}.{name}".lstrip("."), known=known) for name, item in value.items()}
     if isinstance(value, list):
-        return [expand_variables(item, f"{key}.{index}", is_stored=is_stored) for index, item in enumerate(value)]
+        return [expand_variables(item, f"{key}.{index}", known=known) for index, item in enumerate(value)]
     if not isinstance(value, str) or not (names := variable_names(value)):
         return value
-    if missing := [name for name in names if name not in os.environ]:
-        if is_stored and not key.startswith("storage."):
+    if missing := [name for name in names if name not in values]:
+        if known is not None:
             return value
         raise UserError(
             f"{shown(key)} needs the environment variable {shown(missing[0])}, which is not set; export it, or "
             f"--set {shown(key)}=..."
         )
-    expanded = Expanded(REFERENCE.sub(lambda match: os.environ[match[1]], value))
-    expanded.written, expanded.variables = value, {name: os.environ[name] for name in names}
+    expanded = Expanded(REFERENCE.sub(lambda match: values[match[1]], value))
+    expanded.written, expanded.variables = value, {name: values[name] for name in names}
     return expanded
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -65,8 +65,10 @@ def open_folder(path: Path, home: StoragePath | None = None, config: RunConfig |
     return RunFolder(path, config or stored_config(path), home)
 
 
-def stored_config(path: Path) -> RunConfig:
+def stored_config(path: Path, variables: Mapping[str, str] = {}) -> RunConfig:
     """The configuration that a run's folder stores, with the decided precision in place of `auto`.
+
+    variables: of the user's configuration. No others are replaced in the stored one.
 
     Raises DamagedError if a file cannot be read, and UserError if the configuration is not valid.
     """
@@ -78,7 +80,7 @@ def stored_config(path: Path) -> RunConfig:
             for section, precisions in require_mapping(read_json(decided), str(decided)).items():
                 values[section] |= precisions
     try:
-        return parse_stored_config(values)
+        return parse_stored_config(values, variables)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 

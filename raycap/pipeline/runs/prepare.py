@@ -99,7 +99,7 @@ def open_run(config: RunConfig, fingerprint: str) -> RunFolder:
     if not (folder.path / "config.yaml").is_file():
         return folder
     try:
-        return replace(folder, config=with_decisions_of(config, stored_config(folder.path)))
+        return replace(folder, config=with_decisions_of(config, stored_config(folder.path, config.variables)))
     except (DamagedError, UserError) as error:
         logger.warning(f"damaged   {str(error).partition(';')[0]}; its decisions are made again")
         return folder
