@@ -33,13 +33,14 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import SYNTHETIC
 from raycap.pipeline.config.shipped import is_shipped
 from raycap.pipeline.config.variables import is_secret, texts_in, variable_names
+from raycap.pipeline.data.formats.files import is_hidden
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.log import unchanged_level
 from raycap.pipeline.runtime.names import expanded_path, one_line, shown
 from raycap.pipeline.runtime.secrets import holds_secret, is_secret_name
 from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.storage.untrusted.documents import is_file
+from raycap.pipeline.storage.untrusted.documents import is_file, open_regular_file
 from raycap.pipeline.version import COMMIT_FILE, commit, package_folder
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ ADDRESS_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 CLIENT_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 PACKAGE = "raycap"
 SUFFIXES = (".py", ".yaml", ".html", ".jinja", ".typed")  # of the package's files that are sent
+MAX_SEARCHED_BYTES = 2**20  # of a named file, in which a secret is looked for
 OUTSIDE_FOLDER = "submitted"  # the job's folder for configurations that are not shipped with the package
 INPUT_OPTIONS = {
     "images": "IMAGES",
@@ -91,6 +93,8 @@ def submit(
     variables_of_job = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(environment)
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
         pack(Path(folder), files)
+        for name in sorted(files):
+            logger.info(f"sends     {name}")
         with _jobs_server(address) as client:
             client.submit_job(
                 submission_id=job_id,
@@ -237,12 +241,20 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
     """The files to send beside the package, as {path in the job's folder: local file}, and the configuration's path.
 
     The files are the configuration with the files that it references, unless the package has them, and the files among
-    `named` with relative paths. The job starts in its folder, so it finds these files under the same paths.
+    `named` with relative paths. The job starts in its folder, so it finds these files under the same paths. Raises
+    UserError for a named file that is hidden, lies elsewhere (a link), or begins with a text that contains a secret.
     """
     paths = (Path(path) for path in named)
     files = {
         path.as_posix(): path for path in paths if not path.is_absolute() and ".." not in path.parts and is_file(path)
     }
+    for name, path in files.items():
+        if is_hidden(name) or not path.resolve().is_relative_to(Path.cwd()):
+            raise UserError(f"{name} is hidden or a link to another folder, and is not sent; give a plain copy of it")
+        with open_regular_file(path) as file:
+            text = file.read(MAX_SEARCHED_BYTES).decode(errors="replace")
+        if holds_secret(text):
+            raise UserError(f"{name} contains a password or token, which others could read on the cluster; remove it")
     if config is None:
         return files, None
     package, configs = package_folder().resolve(), [path.resolve() for path in referenced_files(config)]

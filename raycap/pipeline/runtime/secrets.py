@@ -4,7 +4,8 @@ Messages, log lines and stored texts pass through `without_secrets`, which remov
 
 - the values of environment variables whose names suggest a secret;
 - the variables and passwords of the configurations that this process has read, because a library may quote them;
-- the user and password of any address, private keys, and options such as `?token=...`.
+- the user and password of any address, private keys, options such as `?token=...`, and keys whose beginning names their
+  service, such as hf_... and ghp_....
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _USERINFO = re.compile(
     re.VERBOSE,
 )
 _PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
+# keys of OpenAI, GitHub, Hugging Face, Slack, GitLab, npm, PyPI, AWS and Google, and JSON web tokens
+_SERVICE_KEY = re.compile(
+    r"(?<![\w.-])(?:(?:sk|gh[oprsu]|github_pat|hf|xox[a-z]|glpat|npm|pypi)[-_]|AKIA|ASIA|AIza|eyJ)(?=[\w.-]*\d)[\w.-]{16,}"
+)
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 
 _masks: dict[str, str] = {}  # {text that must not be shown: what is shown in its place}
@@ -50,7 +55,7 @@ def is_secret_option(name: str, value: str) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """True if a text contains the password of an address, an option such as password=..., or a private key.
+    """True if a text contains the password of an address, an option such as password=..., or a key.
 
     A user name without a password counts as a secret, because it may be a token. A password that is a `${VARIABLE}` is
     no secret, and neither is its user name.
@@ -61,7 +66,7 @@ def holds_secret(text: str) -> bool:
         if password or (user and not colon):
             return True
     has_secret_option = any(is_secret_option(*option.groups()) for option in _OPTION.finditer(plain))
-    return has_secret_option or _PRIVATE_KEY.search(text) is not None
+    return has_secret_option or any(pattern.search(text) for pattern in (_PRIVATE_KEY, _SERVICE_KEY))
 
 
 def split_userinfo(address: str) -> tuple[str, str]:
@@ -100,7 +105,7 @@ def without_secrets(text: str) -> str:
     masks = _masks_of_environment() | _masks  # a copy, because another thread may add secrets
     if masks:
         text = _any_of(frozenset(masks)).sub(lambda found: masks[found[0]], text)
-    text = _PRIVATE_KEY.sub(rf"\1{MASK}", _USERINFO.sub("", text))
+    text = _SERVICE_KEY.sub(MASK, _PRIVATE_KEY.sub(rf"\1{MASK}", _USERINFO.sub("", text)))
     return _OPTION.sub(lambda found: f"{found[1]}={MASK}" if is_secret_option(*found.groups()) else found[0], text)
 
 

@@ -105,17 +105,23 @@ def test_values_that_hold_secrets() -> None:
     for value in (
         *("https://ghp_x@host", "https://h/?password=long-one", "postgresql://u:p w/x@h/db", "https://u:${PW}x@h"),
         *("-----BEGIN RSA PRIVATE KEY-----\nabc", "x://u:${A}@h?pwd=bbbbbb", " https://u:p@h", "--token=keepsake"),
+        *(
+            f"{start}0123456789abcdefXYZ"
+            for start in ("sk-proj-", "ghp_", "github_pat_", "hf_", "xoxb-", "AKIA", "AIza")
+        ),
+        *(f"{start}0123456789abcdefXYZ" for start in ("glpat-", "npm_", "pypi-", "eyJhbGciOi.")),
     ):
-        assert holds_secret(value), value
+        assert holds_secret(value) and "0123456789" not in without_secrets(f"refused '{value}'"), value
     for value in (
         *("https://u:${PW}@h", "https://${TOKEN}@h", "s3://b/a@b.jpg", "https://h/?token=${T}", "a@b.org", ""),
         *("sqlite:////a@b/mlflow.db", "data.tokenizer=expansionnet", "model.max_tokens=5"),
         *("https://host:8443/a@b", "Authorization: Bearer ${TOKEN}", "password=${PW}", "git@h:x", "http://h:5000"),
+        *("hf_internal-testing-model", "sk-learn 0123456789012345", "npm_config_cache"),
     ):
         assert not holds_secret(value), value
 
 
-@pytest.mark.parametrize("part", ["-eyJ", "://a:", "password=", ";a=", "${A}@"])
+@pytest.mark.parametrize("part", ["-eyJ", ".eyJ", " eyJ", "://a:", "password=", ";a=", "${A}@"])
 def test_the_time_for_a_text_grows_with_its_length_alone(part: str) -> None:
     """If it grew with the square of the length, each of these lines of a megabyte would take hours."""
     text = part * (2**20 // len(part))
