@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from raycap.pipeline.storage.digests import DIGESTS, digests_in
 from raycap.pipeline.storage.lease import LeaseRecord
 from raycap.pipeline.storage.path import Entry, StoragePath, storage_path
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, require_mapping
+from raycap.pipeline.storage.untrusted.documents import open_regular_file, parse_json, parse_yaml, require_mapping
 
 LEAST_AGE_S = 86400.0  # Newer stores are kept, because a process on another machine may be using them.
 MAX_RECORD_BYTES = 2**26  # limit of a JSON or YAML file. run.json can be large, because it lists unreadable images.
@@ -289,7 +290,7 @@ def _in_progress(place: StoragePath) -> bool:
     if place.is_remote:
         return _is_leased(StoragePath(f"{place}.lease.json", place.options))
     try:
-        with (place.path / ".lock").open("rb") as file:
+        with open_regular_file(place.path / ".lock", os.O_NOFOLLOW) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False

@@ -18,6 +18,7 @@ from raycap.pipeline.data.language.tokenizers import TOKENIZERS, caption_words
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import atomic_path
+from raycap.pipeline.storage.untrusted.documents import open_regular_file
 
 SCHEMA = pa.schema(
     [
@@ -165,6 +166,7 @@ class Dataset:
     @classmethod
     def load(cls, path: Path) -> Dataset:
         """Memory-maps an Arrow file. Raises DamagedError for a file that is not a table of SCHEMA."""
+        open_regular_file(path).close()  # refuses a pipe, because opening it would wait for a writer
         content = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_file(content).read_all()

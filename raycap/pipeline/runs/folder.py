@@ -37,7 +37,7 @@ from raycap.pipeline.runtime.names import one_line, printable
 from raycap.pipeline.storage.atomic import file_lock, read_json, try_file_lock, write_text
 from raycap.pipeline.storage.mirror import Mirror, prune_copies, remove_copy
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path
-from raycap.pipeline.storage.untrusted.documents import parse_yaml, require_mapping
+from raycap.pipeline.storage.untrusted.documents import parse_yaml, read_regular_file, require_mapping
 
 JOURNAL = "log/journal"
 # If features.compute_dtype is `auto`, a run chooses it once and stores the choice, so that resuming gives equal bits.
@@ -74,7 +74,7 @@ def stored_config(path: Path, variables: Mapping[str, str] = {}) -> RunConfig:
     """
     file, decided = path / "config.yaml", path / DECISIONS
     with _reading(file, f"restore it from a copy, or remove {path} to start the run over"):
-        values = dict(require_mapping(parse_yaml(file.read_bytes(), str(file)), str(file)))
+        values = dict(require_mapping(parse_yaml(read_regular_file(file), str(file)), str(file)))
     if decided.is_file():
         with _reading(decided, "remove it, and `raycap run` decides again"):
             for section, precisions in require_mapping(read_json(decided), str(decided)).items():

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from raycap.models.config import Values
 from raycap.pipeline.storage.path import StoragePath
-from raycap.pipeline.storage.untrusted.documents import read_regular_file
+from raycap.pipeline.storage.untrusted.documents import open_regular_file, read_regular_file
 
 JOURNAL_EVERY_S = 3.0  # seconds between two uploads or two downloads of a journal on S3
 PART_BYTES = 2**18  # A part of this size is full, with about 1,000 entries.
@@ -111,7 +111,7 @@ class Follower:
         entries = []
         for part in _parts(self.folder):
             start = self._num_read.get(part.name, 0)
-            with part.open("rb") as file:
+            with open_regular_file(part) as file:
                 file.seek(start)
                 added = file.read()
             complete = added[: added.rfind(b"\n") + 1]

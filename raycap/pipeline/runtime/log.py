@@ -76,6 +76,8 @@ def log_file(path: Path) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise OSError("a link or a pipe has its name")
         handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         logger.warning(f"{path} cannot be written: {error.strerror or error}")

@@ -21,10 +21,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.runtime.names import shown
+from raycap.pipeline.storage.untrusted.documents import open_regular_file, read_regular_file
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def write_json(path: Path, value: object) -> None:
 
 def read_json(path: Path) -> Any:
     """Reads a JSON file that `write_json` wrote. Raises DamagedError if the file is cut or is not JSON."""
-    return decode_json(path.read_bytes(), str(path))
+    return decode_json(read_regular_file(path), str(path))
 
 
 def is_disk_full(error: Exception) -> bool:
@@ -113,8 +114,7 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
     The system releases the lock of a killed process. shared: if true, processes with shared locks do not exclude each
     other, but a process with an exclusive lock excludes all of them.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with _opened_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
@@ -122,14 +122,19 @@ def file_lock(path: Path, *, shared: bool = False) -> Iterator[None]:
 @contextmanager
 def try_file_lock(path: Path) -> Iterator[bool]:
     """Locks the file `path` during the block without waiting. Yields False if another process has the lock."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with _opened_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             yield False
         else:
             yield True
+
+
+def _opened_lock(path: Path) -> BinaryIO:
+    """Opens the file of a lock, and never changes its content. Raises OSError for a link, which could lead anywhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open_regular_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def _temporary(path: Path) -> Path:

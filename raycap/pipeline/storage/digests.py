@@ -19,6 +19,7 @@ from raycap.models.config import Values
 from raycap.pipeline.errors import DamagedError, UserError
 from raycap.pipeline.storage.atomic import decode_json, write_bytes, write_json
 from raycap.pipeline.storage.path import cache_folder
+from raycap.pipeline.storage.untrusted.documents import open_regular_file
 
 DIGESTS = "digests.json"
 FORMAT = 1
@@ -76,5 +77,5 @@ def file_digest(path: Path) -> str:
             f"{path} is damaged: it has {status.st_size} bytes, of which {allocated} are on the disk; restore it from "
             "a copy"
         )
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import DamagedError
-from raycap.pipeline.storage.atomic import atomic_folder, atomic_path, read_json, write_text
+from raycap.pipeline.runs.folder import stored_config
+from raycap.pipeline.runs.journal import Follower
+from raycap.pipeline.storage.atomic import (
+    atomic_folder,
+    atomic_path,
+    file_lock,
+    read_json,
+    try_file_lock,
+    write_text,
+)
+from raycap.pipeline.storage.digests import file_digest
 
 
 def names(folder: Path) -> list[str]:
@@ -96,3 +109,28 @@ def test_a_folder_replaces_an_older_one_or_refuses_to(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), atomic_folder(folder) as temporary:
         raise RuntimeError
     assert names(tmp_path) == ["above", "above/folder", "above/folder/second"]
+
+
+@pytest.mark.parametrize("lock", [file_lock, try_file_lock])
+def test_a_lock_empties_no_file_and_waits_for_no_pipe(tmp_path: Path, lock: Callable[..., Any]) -> None:
+    """Who writes to a storage can put a link or a pipe in the place of a run's lock."""
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    (tmp_path / "absent").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "absent", "pipe"):
+        with pytest.raises(OSError), lock(tmp_path / name):
+            pass
+    with lock(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").read_text() == "precious" and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "read", [read_json, file_digest, Dataset.load, stored_config, lambda path: Follower(path.parent)]
+)
+def test_a_pipe_in_a_storage_is_refused(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    for name in ("1.jsonl", "config.yaml"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="not a regular file"):
+        read(tmp_path if read is stored_config else tmp_path / "1.jsonl")

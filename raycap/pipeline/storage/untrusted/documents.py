@@ -74,10 +74,15 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises an error if the name is too long)
 
 
-def open_regular_file(path: Path) -> BinaryIO:
-    """Opens a regular file, or a link to one, for reading. Raises OSError for a folder, pipe or device."""
+def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """Opens a regular file, or a link to one, for reading. Raises OSError for a folder, pipe or device.
+
+    flags: further ones of os.open, such as O_NOFOLLOW, which refuses a link.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK, as pipes wait for a writer
+        descriptor = os.open(
+            path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )  # O_NONBLOCK, as pipes wait for a writer
     except ValueError as error:  # the text has a NUL or half of a surrogate pair
         raise OSError(errno.EINVAL, "not the name of a file", str(path)) from error
     mode = os.fstat(descriptor).st_mode
