@@ -22,6 +22,7 @@ from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.untrusted.documents import parse_json
 
 PART_ROWS, PART_S = 10_000, 60.0  # a part is written after this many lines, or after this many seconds
+ROW_START = b'{"image": '  # of every line
 _PART = re.compile(r"part-(\d+)\.jsonl")
 
 Row = Mapping[str, Any]
@@ -47,7 +48,10 @@ class CaptionFile:
             for number, line in enumerate(complete.splitlines(), 1):
                 image, has_caption = _parse(line, signature, f"--out {file}: line {number}")
                 done[image] = has_caption
-            if complete != data and not file.is_remote:
+            rest = data[len(complete) :]
+            if not (rest.startswith(ROW_START) or ROW_START.startswith(rest)):
+                raise UserError(f"--out {file} does not end with a caption of this command; give another name")
+            if rest and not file.is_remote:
                 write_bytes(file.path, complete)
         return done
 

@@ -124,6 +124,18 @@ def test_a_killed_job_continues_and_another_model_is_refused(
         caption(names, str(bundle), out=str(out))
 
 
+@pytest.mark.parametrize("text", ["my notes", '{"imag', '{"image": "a.png", "capt', "[]\n", '{"caption": "a cat"}'])
+def test_a_file_of_something_else_is_not_emptied(
+    bundle: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a half line of this command is removed, which a killed job has left."""
+    out, is_own = tmp_path / "notes.txt", '{"image": '.startswith(text[:10])
+    out.write_text(text)
+    words = ["caption", *write_images(tmp_path, 1), "--model", str(bundle), "--out", str(out)]
+    assert main(words) == (0 if is_own else 2)
+    assert is_own or (out.read_text() == text and "give another name" in capsys.readouterr().err)
+
+
 def test_an_output_on_s3_is_written_in_parts_and_continued(
     bundle: Path, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
