@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_a_soup_is_a_bundle_that_names_its_sources(
     assert_equal(joined.captioner.state_dict(), expected)
     assert main(["soup", *bundles, "-o", str(out)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_in_a_sentence(
+    tmp_path: Path, bundles: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+    try:
+        assert main(["soup", *bundles, "-o", str(tmp_path / "soup")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=4).filter(any), st.integers(0, 10**6))

@@ -57,6 +57,7 @@ from raycap.pipeline.storage.digests import DIGESTS, digests_in, file_digest, me
 from raycap.pipeline.storage.mirror import Mirror
 from raycap.pipeline.storage.path import CACHE_VARIABLE, Entry, StoragePath, cache_folder
 from raycap.pipeline.storage.untrusted.documents import parse_json, parse_yaml, read_regular_file
+from raycap.pipeline.storage.weights import save_weights
 
 if TYPE_CHECKING:
     from raycap.models.captioner import Captioner
@@ -131,12 +132,9 @@ def save_bundle(
     protocol: how the model was trained, and with which search it is scored. info: JSON values for config.yaml, such as
     scores, run id and versions.
     """
-    from safetensors.torch import save_file
-
     model, backbone = captioner.model, captioner.backbone
     with atomic_folder(folder) as temporary:
-        tensors = {key: value.detach().cpu().contiguous() for key, value in captioner.state_dict().items()}
-        save_file(tensors, temporary / "model.safetensors")
+        save_weights(captioner, temporary / "model.safetensors")
         # model.safetensors contains the backbone's weights and the word vectors, so the configuration does not name
         # their original files, which the loading machine may lack.
         config = {
