@@ -23,7 +23,7 @@ MAX_BYTES, MAX_VOCABULARY_BYTES = 2**20, 2**26  # limits for captioner.json and 
 FILES = ("encoder.onnx", "decoder.onnx", "vocabulary.json")
 WEIGHTS = ("encoder.onnx.data", "decoder.onnx.data")
 BATCH_SIZE, MAX_BATCH = 16, 100_000  # images per batch, and its limit
-MAX_BEAMS, MAX_TOKENS = 1000, 10_000
+MAX_BEAMS, MAX_TOKENS = 100, 10_000
 
 # A step of the decoder. Arguments: the newest tokens (B, K) of the beams, the rows (B, K) of the cache that the beams
 # continue, the encoder's result, and the cache, which is None before the first step. Result: the log-probabilities

@@ -22,7 +22,7 @@ from raycap.models.config import PLAIN, Values
 from raycap.pipeline.cluster.stalls import StallWatch, wait_for
 from raycap.pipeline.cluster.start import cluster_address, connect
 from raycap.pipeline.config.load import apply_override
-from raycap.pipeline.config.sections import EvaluationSection, WorkersSection
+from raycap.pipeline.config.sections import MAX_BEAMS, EvaluationSection, WorkersSection
 from raycap.pipeline.data.image_sources import find_images, load_image
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import ModelSource, SentBundle, StoredBundle, bundle_digests
@@ -57,7 +57,7 @@ Out = Annotated[
     ),
 ]
 BeamSize = Annotated[
-    int | None, typer.Option("--beam", min=1, max=100, help="Beams per image. The default is the bundle's.")
+    int | None, typer.Option("--beam", min=1, max=MAX_BEAMS, help="Beams per image. The default is the bundle's.")
 ]
 SearchSet = Annotated[
     list[str] | None,

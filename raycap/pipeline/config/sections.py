@@ -110,6 +110,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1), NUMBER]
 Share = Annotated[float, Field(gt=0, le=1), NUMBER]
 BatchSize = Annotated[int, Field(gt=0, le=10**6), NUMBER]
 Tokens = Annotated[int, Field(ge=3, le=1000), NUMBER]  # of a caption, with SOS and EOS
+MAX_BEAMS = 100  # above it, one image takes many seconds and gigabytes
 Beams = Annotated[int, Field(gt=0, le=1000), NUMBER]
 Ranking = Annotated[Literal["mean", "sum"] | float, BeforeValidator(_check_ranking)]
 Processes = Annotated[int, Field(gt=0, le=10_000), NUMBER]
@@ -651,7 +652,7 @@ class EvaluationSection(Section):
     A bundle's protocol records beam_size, max_length, ranking, collapse_repeats and decoding.
     """
 
-    beam_size: Beams = 5
+    beam_size: Annotated[int, Field(gt=0, le=MAX_BEAMS), NUMBER] = 5
     max_length: Tokens = 20
     num_results: Beams = 1
     """Captions per image, at most beam_size unless decoding.sampling is true."""

@@ -102,7 +102,7 @@ def test_a_service_searches_as_the_bundle_was_evaluated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("protocol", "words"),
     [
-        ({"beam_size": 10**6}, "evaluation.beam_size = 1000000"),
+        ({"beam_size": 101}, "evaluation.beam_size = 101"),
         ({"num_models": -7}, "protocol.num_models"),
         ({"ranking": 1e300}, "evaluation.ranking is 1e"),
         ({"decoding": {"min_length": 10**9}}, "protocol.decoding.min_length = 1000000000"),
