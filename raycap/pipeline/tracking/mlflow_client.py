@@ -73,6 +73,8 @@ def tracking_client(config: RunConfig) -> MlflowClient:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     file = _sqlite_file(config)
+    if file is not None and config.tracking.uri is None and file.is_symlink():
+        raise UserError(f"{file} is a link, and may lead to another program's database; set tracking.uri")
     if file is not None and not file.exists():
         _create_database(file)
     if _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 from this process

@@ -8,6 +8,7 @@ import pytest
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from raycap.pipeline.config.load import parse_config
+from raycap.pipeline.errors import UserError
 from raycap.pipeline.tracking.mlflow_client import (
     artifact_location,
     experiment_of,
@@ -51,6 +52,13 @@ def test_the_database_is_in_a_storage_of_any_name(tmp_path: Path, name: str) -> 
     files = {path.name for path in (tmp_path / name).rglob("*") if path.is_file()}
     assert {"mlflow.db", "a.txt"} <= files and [path.name for path in tmp_path.iterdir()] == [name]
     assert public_uri(config).endswith("/mlflow.db")
+
+
+def test_a_link_in_the_place_of_the_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").symlink_to(tmp_path / "other.db")
+    with pytest.raises(UserError, match="is a link"):
+        tracking_client(parse_config(small_config(tmp_path, tracking={"enabled": True})))
+    assert not (tmp_path / "other.db").exists()
 
 
 def test_artifacts_of_a_database_go_to_s3_with_the_storage(
