@@ -22,7 +22,7 @@ from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.atomic import read_json, write_json
 from raycap.pipeline.tracking import run_tracker
 from raycap.pipeline.tracking.mlflow_client import experiment_of, tracking_client
-from raycap.pipeline.tracking.run_tracker import NOT_METRICS, SENT_FILE, SENT_KINDS, Tracker
+from raycap.pipeline.tracking.run_tracker import NOT_METRICS, SENT_FILE, SENT_KINDS, Tracker, sync
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
 from tests.conftest import small_config
 from tests.support.mlflow_server import MlflowServer, mlflow_server
@@ -216,6 +216,18 @@ def test_a_tracker_is_left_at_its_first_failure_and_a_damaged_record_is_empty(
         client.log_batch.assert_called_once()
         assert "is damaged; the tracker gets everything" in log_lines[0]
         assert "does not accept everything (no answer)" in log_lines[-1], log_lines
+
+
+def test_a_copy_of_an_unfinished_run_does_not_end_the_finished_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, client = empty_run(tmp_path / "demo-1"), MagicMock()
+    client.get_run.return_value.info.status = "FINISHED"
+    monkeypatch.setattr(RunFolder, "metadata", MagicMock(created="now", commit="0", data_fingerprint="0"))
+    write_json(folder.path / "config.yaml", {})
+    for status in ("KILLED", "FAILED", "FINISHED"):
+        sync(folder, client, status=status)
+        assert client.set_terminated.called == (status == "FINISHED")
 
 
 def test_a_tracker_that_never_answers_is_left_after_its_deadline(tmp_path: Path, log_lines: list[str]) -> None:

@@ -265,6 +265,8 @@ def _set_status(
     new_status = status or "RUNNING"
     if statuses.get(run_id) == new_status:
         return
+    if status not in (None, "FINISHED") and client.get_run(run_id).info.status == "FINISHED":
+        return  # this folder is a copy that was made before the run had finished
     if status is None:
         client.update_run(run_id, status=new_status)
     else:
