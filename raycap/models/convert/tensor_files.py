@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import pickle
 import re
 import resource
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-# Loading a PyTorch file may take these bytes and 4 times its size. Without a limit, a pickle of 100 kB could copy a
-# dictionary a thousand times by the classes that `weights_only` allows.
-LOADING_BYTES = 4 * 2**30
+# Reading a file of a stranger may take this memory and 4 times its size, and this CPU time and 1 s per 64 MiB. A pickle
+# of 1 kB can nest tuples, as keys of a dictionary, so that their hashes take years.
+READING_BYTES, READING_S = 2**30, 5
+Content = TypeVar("Content")
 MAX_REASON = 300
 MAX_HEADER_BYTES = 2**20  # of a safetensors file; the header of Swin-L with ExpansionNet v2 has 0.05 MB
 
@@ -57,6 +62,57 @@ def check_file(path: Path, module: nn.Module) -> None:
     check_fits(module, state, str(path))
 
 
+def bounded(read: Callable[[Path], Content]) -> Callable[[Path], Content]:
+    """A decorator for a function that reads a pickle. A child process calls it first, with limits of time and memory.
+
+    The function then also raises ValueError above a limit. Files without a pickle (safetensors, JSON) are read at once.
+    """
+
+    @functools.wraps(read)
+    def bounded_read(path: Path) -> Content:
+        if path.suffix not in (".safetensors", ".json") and path.is_file():
+            _try(read, path)
+        return read(path)
+
+    return bounded_read
+
+
+def _try(read: Callable[[Path], object], path: Path) -> None:
+    """Calls `read` in a child process. Raises ValueError above a limit, and with the text of any error of `read`."""
+    size = path.stat().st_size
+    num_bytes, seconds = READING_BYTES + 4 * size, READING_S + size // 2**26
+    problem = f"{path} is refused: reading it takes more than {seconds} s or {num_bytes >> 20} MiB, or crashes"
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    limited = multiprocessing.get_context("fork").Process(
+        target=_limited, args=(read, path, sender, num_bytes, seconds)
+    )
+    limited.start()
+    sender.close()
+    with receiver, suppress(EOFError):
+        if receiver.poll(10 * seconds):  # the machine may be busy
+            problem = receiver.recv_bytes().decode()
+    limited.kill()
+    limited.join()
+    if problem:
+        raise ValueError(problem)
+
+
+def _limited(read: Callable[[Path], object], path: Path, sender: Connection, num_bytes: int, seconds: int) -> None:
+    """Calls `read` with limits for this process. Sends the text of its error, or an empty one."""
+    status = Path("/proc/self/statm")
+    if status.exists():  # on Linux
+        used = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds,) * 2)
+    try:
+        read(path)
+        sender.send_bytes(b"")
+    except Exception as error:  # the caller raises it again
+        sender.send_bytes(str(error).encode(errors="replace"))
+    os._exit(0)
+
+
+@bounded
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 
@@ -71,7 +127,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         else:
             _require_plain_records(path)
             ignored = torch.serialization.safe_globals([(_Ignored, name) for name in _NUMPY_NAMES])
-            with ignored, _limited_memory(4 * path.stat().st_size + LOADING_BYTES):
+            with ignored:
                 content = torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError as error:
         raise ValueError(f"{path} is refused: it needs far more memory than its size; save the state dict") from error
@@ -122,24 +178,6 @@ def _require_memory(path: Path) -> None:
         raise ValueError(
             f"it has {status.st_size} bytes; the memory of this machine, {memory} bytes, must hold twice that"
         )
-
-
-@contextmanager
-def _limited_memory(num_bytes: int) -> Iterator[None]:
-    """Lets this process map at most `num_bytes` more in the context, on Linux. Mapping more raises MemoryError."""
-    status = Path("/proc/self/statm")
-    if not status.exists():
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + num_bytes
-    if soft != resource.RLIM_INFINITY:
-        limit = min(limit, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _require_plain_records(path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from raycap.jobs.import_ import import_checkpoint
+from raycap.models.convert import tensor_files
 from raycap.models.convert.tensor_files import read_tensors, reason_of
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
@@ -226,6 +227,17 @@ def test_a_checkpoint_that_is_larger_inside_is_refused_before_it_is_read(
     ):
         with pytest.raises(ValueError, match=rf"{name} .*{words}"):
             read_tensors(tmp_path / name)
+
+
+def test_a_checkpoint_that_would_take_years_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of its dictionary is a tuple of two times the same tuple, and so on."""
+    monkeypatch.setattr(tensor_files, "READING_S", 1)
+    nested = b"".join(b"q" + bytes([index]) + b"h" + bytes([index]) + b"\x86" for index in range(60))
+    torch.save({}, tmp_path / "plain.pth")
+    content = {"data.pkl": b"\x80\x02})" + nested + b"K\x01s."}
+    repacked(tmp_path / "plain.pth", tmp_path / "slow.pth", zipfile.ZIP_STORED, **content)
+    with pytest.raises(ValueError, match="takes more than 1 s"):
+        read_tensors(tmp_path / "slow.pth")
 
 
 class Trap:
