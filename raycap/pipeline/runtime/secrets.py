@@ -86,7 +86,8 @@ def split_userinfo(address: str) -> tuple[str, str]:
 def remember_address(address: str) -> None:
     """Makes `without_secrets` mask the password of an address, or its user if there is no password."""
     user, _, password = split_userinfo(address)[0].partition(":")
-    _masks.update(_forms(password or user, MASK) | _masks)
+    for form in _forms(password or user, MASK):
+        _masks.setdefault(form, MASK)
 
 
 def remember_variable(name: str, value: str) -> None:
