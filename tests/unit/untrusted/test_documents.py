@@ -120,6 +120,13 @@ def test_pairs_of_surrogates_are_one_character() -> None:
     assert parse_json(rb'["\ud83d\ude00 \\ud800"]', "f") == ["\U0001f600 \\ud800"]
 
 
+def test_the_memory_for_values_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MEMORY_PART", 1e-6)
+    assert parse_json('["a cat"]', "file.json") == ["a cat"]
+    with pytest.raises(UserError, match=r"^file.json needs more memory than there is"):
+        parse_json("[" + "[]," * 1_000_000 + "0]", "file.json")
+
+
 def test_gzip_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     data = random.Random(2).randbytes(10_000)
     assert gunzip(gzip.compress(data[:5_000]) + gzip.compress(data[5_000:]) + bytes(7), "f") == data

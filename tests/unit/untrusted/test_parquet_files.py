@@ -86,6 +86,16 @@ def with_footer(data: bytes, changes: dict[int, int]) -> bytes:
     return data[:start] + footer + data[-8:]
 
 
+def test_a_footer_of_many_columns_is_limited_by_the_size_of_the_file() -> None:
+    """In memory, an empty column takes 200 times the bytes of the file."""
+    groups = 3 * (b"\x19\xfc\xa0\xf7\x36" + 900_000 * b"\x26\0\0" + b"\x16\0\x16\0\0")
+    schema = b"\x48\x01r\x15\x02\0" + b"\x15\x0c\x25\0\x18\x05image\0"
+    footer = b"\x15\x02\x19\x2c" + schema + b"\x16\0\x19\x3c" + groups + b"\0"
+    data = b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+    with pytest.raises(UserError, match=r"^f is not a readable Parquet file: .*bad_alloc"):
+        ParquetFile(io.BytesIO(data), "f")
+
+
 def test_rows_of_nothing_and_text_that_repeats_are_limited(tmp_path: Path) -> None:
     count = 1_000_001
     path = tmp_path / "a.parquet"

@@ -32,8 +32,10 @@ MAX_YAML_NUMBER = 1000  # characters of a number; limited, because numbers in ba
 MAX_YAML_NODES = 100_000  # an alias counts as a copy of what it names
 MAX_YAML_TEXT = 4 * MAX_YAML_CHARACTERS  # characters of all values; an alias counts as a copy
 MAX_YAML_DEPTH = 50
-MAX_RATIO = 100  # decompressed bytes per compressed byte; annotation files have 3 to 20
-MIN_LIMIT_BYTES = 64 * 2**20  # every file may decompress to this size
+MAX_RATIO = 30  # decompressed bytes per compressed byte; annotation files have 3 to 20
+MIN_LIMIT_BYTES = 16 * 2**20  # every file may decompress to this size
+VALUE_BYTES = 100  # of memory for a value of JSON; {} takes 64
+MEMORY_PART = 0.5  # of this machine's memory, which the values of a JSON document may take
 YAML_TAGS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -141,6 +143,9 @@ def parse_json(data: bytes | str, name: str, *, strict: bool = True) -> Any:
     """
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        num_bytes = len(text) + VALUE_BYTES * sum(map(text.count, "[{,"))  # at least what the values take
+        if num_bytes > MEMORY_PART * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+            raise MemoryError
         value = _STRICT.decode(text) if strict else json.loads(text)
         if strict and SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()

@@ -11,11 +11,13 @@ tasks as JSON, and the bytes of each range that the child requests. The child se
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,7 +26,8 @@ import pyarrow.parquet as pq
 from raycap.models.config import Values
 from raycap.pipeline.storage.untrusted.documents import RangedFile
 
-MAX_MEMORY = 4 * 2**30  # bytes of address space
+MAX_MEMORY = 4 * 2**30  # bytes of address space for a task
+LEAST_MEMORY, MEMORY_RATIO = 2**29, 32  # more than the address space at the start, and per byte of a file
 MAX_CPU_S = 120  # seconds of CPU time per task
 MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than images
 MIN_LIMIT_BYTES = 64 * 2**20  # every file may decompress to this size
@@ -156,12 +159,15 @@ def answer(parent: Connection, task: Values) -> Values:
 
 def main() -> None:
     parent = Connection(int(sys.argv[1]))
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    with suppress(ValueError, OSError):  # the system may have no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    (_, most), (_, most_memory) = resource.getrlimit(resource.RLIMIT_CPU), resource.getrlimit(resource.RLIMIT_AS)
+    statm = Path("/proc/self/statm")
+    start = int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
     with suppress(EOFError, ConnectionError):  # the parent has ended
         while True:
             task = json.loads(parent.recv_bytes())
+            memory = start + min(MAX_MEMORY, LEAST_MEMORY + MEMORY_RATIO * task["size"])
+            with suppress(ValueError, OSError):  # the system may have no such limit
+                resource.setrlimit(resource.RLIMIT_AS, (memory, most_memory))
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MAX_CPU_S, most))
             try:
                 kind, content = b"D", json.dumps(answer(parent, task)).encode()
