@@ -9,10 +9,11 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import tempfile
+import threading
 import time
-import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -150,10 +151,29 @@ def check_machine(config: RunConfig, on_cluster: bool) -> Iterator[Finding]:
         yield gpus(max(gpus_of_training, features.least_actors * features.gpus_per_actor), is_needed=True)
     if not is_remote(config.storage.uri):
         yield space("disk", config.working_path, "free space, or set another storage")
-    yield storage(config.storage_place)
-    yield find("data", partial(data, config), "check data.root, data.annotations and the credentials")
     remedy = "training continues without it; check tracking.uri, then `raycap sync` sends the rest"
-    yield find("tracker", partial(tracker, config), remedy, is_needed=False)
+    checks: dict[str, Callable[[], Finding]] = {
+        "storage": lambda: storage(config.storage_place),
+        "data": lambda: find("data", partial(data, config), "check data.root, data.annotations and the credentials"),
+        "tracker": lambda: find("tracker", partial(tracker, config), remedy, is_needed=False),
+    }
+    yield from side_by_side(checks)
+
+
+def side_by_side(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[Finding]:
+    """Runs checks of servers in threads. One that does not end within ANSWER_S is a failure, or a tracker's warning."""
+    found = dict[str, Finding]()
+    threads = [
+        threading.Thread(target=lambda name, check: found.update({name: check()}), args=item, daemon=True)
+        for item in checks.items()
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + ANSWER_S
+    for name, thread in zip(checks, threads, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        text = f"no answer within {ANSWER_S:g} s"
+        yield found.get(name) or Finding(name, "warn" if name == "tracker" else "fail", text, "check its address")
 
 
 def folders(*, needs_cache: bool) -> Iterator[Finding]:
@@ -250,7 +270,7 @@ def tracker(config: RunConfig) -> str:
         return "off"
     address = public_uri(config)
     try:
-        if urllib.parse.urlsplit(address).scheme in ("http", "https"):
+        if not re.match("sqlite|file:|/|[^:]*$", address):  # a file is created by the first run
             tracking_client(config).search_experiments(max_results=1)
     except Exception as error:
         raise OSError(f"{address} does not answer: {reason_of(error)}") from error

@@ -9,6 +9,7 @@ import io
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import yaml
 
 from raycap.jobs import doctor
 from raycap.jobs.cli import main
-from raycap.jobs.doctor import Finding, check_machine
+from raycap.jobs.doctor import Finding, check_machine, find, side_by_side
 from raycap.pipeline.cluster.stalls import ClusterStatus, Resources
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
@@ -106,12 +107,22 @@ def test_storage_on_s3(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert StoragePath("s3://data/doctor", options).list() == {}
 
 
-def test_the_trackers_password_is_not_shown(tmp_path: Path) -> None:
-    address = f"http://127.0.0.1:{free_port()}"
-    with_password = address.replace("http://", "http://user:SECRETPW@")
+@pytest.mark.parametrize("scheme", ["http", "postgresql"])
+def test_a_tracker_that_does_not_answer_and_its_password(tmp_path: Path, scheme: str) -> None:
+    address = f"{scheme}://127.0.0.1:{free_port()}"
+    with_password = address.replace("://", "://user:SECRETPW@")
     dead = found(config_of(tmp_path, tracking={"uri": with_password}), on_cluster=True)["tracker"]
     assert dead.level == "warn" and dead.text.startswith(address) and "raycap sync" in dead.remedy, dead.line
     assert "SECR" not in dead.line and "ETPW" not in dead.line
+
+
+def test_servers_are_asked_side_by_side_and_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ANSWER_S", 0.1)
+    ok, never = Finding("data", "ok", ""), threading.Event()
+    silent = lambda: find("tracker", lambda: str(never.wait()), "")  # noqa: E731
+    results = list(side_by_side({"storage": silent, "data": lambda: ok, "tracker": silent}))
+    never.set()
+    assert [(each.name, each.level) for each in results] == [("storage", "fail"), ("data", "ok"), ("tracker", "warn")]
 
 
 def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
