@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from json import JSONDecoder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import one_line, printable, quoted
@@ -76,7 +76,7 @@ def is_folder(path: Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises an error if the name is too long)
 
 
-def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> io.BufferedReader:
     """Opens a regular file, or a link to one, for reading. Raises OSError for a folder, pipe or device.
 
     flags: further ones of os.open, such as O_NOFOLLOW, which refuses a link.
