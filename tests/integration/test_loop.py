@@ -21,6 +21,7 @@ from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runs.folder import RunFolder, open_folder
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.runtime.context import LocalContext
+from raycap.pipeline.runtime.processor import PrecisionTimes
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.training import dry_run as dry_run_module
 from raycap.pipeline.training.batches import Batch
@@ -235,6 +236,23 @@ def test_a_loss_that_a_gpu_would_report_late_is_never_saved(tmp_path: Path, chan
     weights = torch.load(folder.stage("xe_frozen") / "step-2" / "state.pt")["captioner"]
     assert all(torch.isfinite(value).all() for value in weights.values())
     assert all(entry["step"] <= 2 for entry in read_journal(folder.journal) if entry["kind"] == "validation")
+
+
+@pytest.mark.parametrize(("bfloat16", "warns"), [(17.0, True), (1.0, False)])
+def test_bfloat16_that_is_slow_on_this_processor_is_told_before_the_first_step(
+    tmp_path: Path, bfloat16: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = PrecisionTimes("CPU", 1.0, bfloat16)
+    monkeypatch.setattr("raycap.pipeline.runtime.processor.measure_precisions", lambda *_: times)
+    stages = [small_config(tmp_path)["stages"][0] | {"precision": "bfloat16"}]
+    folder, store = prepare_run(tmp_path, stages=stages)
+    train_stages(LocalContext("cpu"), StageJob(folder, ("xe_frozen",), store))
+    entries = read_journal(folder.journal)
+    before = [entry["text"] for entry in entries[: [entry["kind"] for entry in entries].index("train")]]
+    assert (
+        "stages.xe_frozen.precision is bfloat16, in which this processor takes 17.0 times as long for a product; set "
+        "it to float32" in before
+    ) == warns and len(before) == 1 + warns
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied(tmp_path: Path) -> None:

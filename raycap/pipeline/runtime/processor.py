@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 MIN_SPEEDUP = 1.15  # the factor by which bfloat16 must be faster, because a smaller difference may be noise
 ROUNDS = 8  # timed runs in each precision, after one run that warms up
+SLOW = 4  # if bfloat16 takes this many times as long in the first run, further runs would not make it faster
 
 
 def computes_on_cpus() -> bool:
@@ -130,7 +131,8 @@ def measure_precisions(compute: Callable[[], object], device: torch.device, num_
     """Times `compute` in float32 and under autocast to bfloat16, in turn. The fastest run in each precision counts.
 
     Only a measurement shows which is faster, because a processor that supports bfloat16 may still be slower with it.
-    num_images: the number of images in one call of `compute`.
+    Where its instructions are missing, the first run takes seconds and is the only one. num_images: the number of
+    images in one call of `compute`.
     """
     import torch
 
@@ -142,7 +144,29 @@ def measure_precisions(compute: Callable[[], object], device: torch.device, num_
                 torch.cuda.synchronize(device)
         return time.perf_counter() - begin
 
-    rounds = [(seconds(is_bfloat16=False), seconds(is_bfloat16=True)) for _ in range(1 + ROUNDS)]
-    float32, bfloat16 = (min(times) / num_images for times in zip(*rounds[1:], strict=True))  # the first round warms up
+    def both() -> tuple[float, float]:
+        return seconds(is_bfloat16=False), seconds(is_bfloat16=True)
+
+    rounds = [both()]  # warms up
+    if rounds[0][1] < SLOW * rounds[0][0]:
+        rounds = [both() for _ in range(ROUNDS)]
+    float32, bfloat16 = (min(times) / num_images for times in zip(*rounds, strict=True))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return PrecisionTimes(name, float32, bfloat16)
+
+
+def slow_bfloat16(key: str) -> str:
+    """A warning if this process's CPUs multiply matrices in bfloat16 slower than in float32, otherwise "".
+
+    key: of the precision, which is bfloat16.
+    """
+    import torch
+
+    factors = torch.ones(128, 128)  # small, because a product without bfloat16 instructions may take 100 times as long
+    _, times = (measure_precisions(lambda: factors @ factors, factors.device) for _ in range(2))  # the first warms up
+    ratio = times.bfloat16 / times.float32
+    if ratio < MIN_SPEEDUP:
+        return ""
+    return (
+        f"{key} is bfloat16, in which this processor takes {ratio:.1f} times as long for a product; set it to float32"
+    )

@@ -36,7 +36,7 @@ from raycap.pipeline.features.precision import known_precision
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runs.folder import RunFolder, StageResult
 from raycap.pipeline.runtime.context import Context, any_rank, gather_objects
-from raycap.pipeline.runtime.processor import float32_products, prepare_processor
+from raycap.pipeline.runtime.processor import float32_products, prepare_processor, slow_bfloat16
 from raycap.pipeline.storage.path import StoragePath
 from raycap.pipeline.storage.weights import load_weights
 from raycap.pipeline.training.batches import Batch, Batches, CaptionTokens, captions_by_stage, seed_of
@@ -234,6 +234,9 @@ class StageRun:
         text = f"{'continues from' if progress.step else 'starts at'} step {progress.step} of {self.total}"
         workers = f" with {self.context.world_size} workers" if self.context.world_size > 1 else ""
         output.log("event", progress.step, {"text": text + workers, "total": self.total})
+        asks_for_bfloat16 = stage.precision == "bfloat16" and self.context.device.type == "cpu"
+        if asks_for_bfloat16 and (warning := slow_bfloat16(f"stages.{stage.name}.precision")):
+            output.log("event", progress.step, {"text": warning, "total": self.total})
         # A stage that had ended early makes no more steps, because it is resumed only to write its result.
         stop = progress.step if progress.ended_early else self.total
         if stage.objective == "scst" and progress.step < stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -52,14 +53,16 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path) -> None
         assert decide() == decide() == "float32" and not measured, "measured again and kept"
 
 
-def test_a_measurement_computes_in_both_precisions() -> None:
+@pytest.mark.parametrize(("bfloat16_s", "rounds"), [(0.02, 9), (0.2, 1)])
+def test_a_measurement_computes_in_both_precisions_and_stops_if_one_is_slow(bfloat16_s: float, rounds: int) -> None:
     dtypes = []
 
     def compute() -> None:
         dtypes.append(torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+        time.sleep(bfloat16_s if dtypes[-1] == torch.bfloat16 else 0.02)
 
     times = measure_precisions(compute, torch.device("cpu"))
-    assert dtypes == 9 * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
+    assert dtypes == rounds * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
     whole = measure_extraction(SWIN, FeatureSection())
     assert whole.device == "CPU" and whole.float32 > 0 and whole.bfloat16 > 0
 

@@ -21,7 +21,7 @@ from raycap.pipeline.evaluation.captioning.bundle import ModelSource
 from raycap.pipeline.evaluation.results import ImageCaption
 from raycap.pipeline.features.store import open_store
 from raycap.pipeline.runtime.log import progress
-from raycap.pipeline.runtime.processor import device_for, prepare_processor
+from raycap.pipeline.runtime.processor import device_for, prepare_processor, slow_bfloat16
 from raycap.pipeline.storage.path import StoragePath
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ def caption_on_cluster(
     arguments = (models, shared_splits, config.without_tracker(), with_signals)
     calls = [(rank, *arguments) for rank in range(workers.num_workers)]
     with watch, progress("captions  ", num_images) as advance:
+        if config.evaluation.precision == "bfloat16" and not workers.gpus_per_worker:
+            check = ray.remote(slow_bfloat16).options(**workers.task_options)
+            if text := ray.get(check.remote("evaluation.precision")):
+                logger.warning(f"slow      {text}")
         for name, captions, seconds in watch.stream(_caption_shard, calls, workers.task_options):
             worker_seconds += seconds
             found[name] |= captions
