@@ -43,7 +43,7 @@ from raycap.pipeline.runs.delivery import (
     validation_by_stage,
 )
 from raycap.pipeline.runs.folder import RunFolder, try_lock
-from raycap.pipeline.runs.preflight import check_before_writing
+from raycap.pipeline.runs.preflight import check_files, check_storage, require_possible
 from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.log import Decorations, log_file
 from raycap.pipeline.runtime.secrets import without_secrets
@@ -407,13 +407,16 @@ def command(config: Config, set_: Set = None, address: Address = None, seeds: Se
     """
     run_config = load_config(config, set_ or ())
     place = run_config.storage_place
-    # A complete run needs no resources. On S3, complete runs are not searched here.
-    may_be_complete = place.is_remote or any(place.path.glob(f"runs/{run_config.name}-*/COMPLETE.json"))
-    if may_be_complete:
+    # A complete run needs no resources and no model. On S3, complete runs are not searched here.
+    may_be_complete = not place.is_remote and any(place.path.glob(f"runs/{run_config.name}-*/COMPLETE.json"))
+    if may_be_complete or place.is_remote:
         check_address(address)
     else:
         check_resources(run_config, address)
-    check_before_writing(run_config)
+    check_storage(run_config)
+    check_files(run_config)
+    if not may_be_complete:
+        require_possible(run_config)
     if seeds > 1:
         run_seeds(run_config, seeds, address)
     else:

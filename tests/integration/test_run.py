@@ -44,7 +44,7 @@ def test_a_run_decides_its_precision_once(tmp_path: Path, ray_session: None) -> 
 
 @pytest.mark.ray
 def test_a_run_killed_continues_and_once_complete_is_left_alone(
-    tmp_path: Path, ray_session: None, log_lines: list[str]
+    tmp_path: Path, ray_session: None, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver is killed with kill -9 in the middle of xe_frozen. Then the same command runs twice.
 
@@ -77,6 +77,7 @@ def test_a_run_killed_continues_and_once_complete_is_left_alone(
     assert "data:image/jpeg;base64," in page and run.name in page
 
     before = tree(broken)
+    monkeypatch.delattr("raycap.pipeline.runs.preflight.initial_backbone")  # its libraries take seconds to import
     assert main(["run", str(config)]) == 0
     assert any("is complete" in line for line in log_lines)
     assert tree(broken) == before, "a complete run is not touched"

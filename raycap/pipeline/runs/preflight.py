@@ -163,13 +163,17 @@ def require_possible(config: RunConfig) -> None:
     """
     import torch
 
-    from raycap.models.captioner import Captioner
-
     backbone = None
     if config.has_backbone:
         with torch.device("meta"):
             backbone = initial_backbone(config, with_weights=False)
-    model = require_possible_model(config)
+    require_possible_stages(config, require_possible_model(config), backbone)
+
+
+def require_possible_stages(config: RunConfig, model: CaptionModel, backbone: Backbone | None) -> None:
+    """Raises UserError if a stage's `freeze` or `layer_decay` do not fit the parameters of these modules."""
+    from raycap.models.captioner import Captioner
+
     for stage in config.stages:
         trained = backbone if stage.train_backbone else None
         try:

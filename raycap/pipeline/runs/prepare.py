@@ -33,7 +33,7 @@ from raycap.pipeline.runs.folder import (
     with_decisions_of,
 )
 from raycap.pipeline.runs.identity import RESULTS_VERSION, run_identity
-from raycap.pipeline.runs.preflight import initial_backbone, max_positions
+from raycap.pipeline.runs.preflight import initial_backbone, max_positions, require_possible_stages
 from raycap.pipeline.runtime.names import shown
 from raycap.pipeline.storage.atomic import write_json, write_text
 from raycap.pipeline.storage.digests import write_digests
@@ -122,6 +122,7 @@ def readable(dataset: Dataset, unreadable: dict[str, str], config: RunConfig) ->
 def _create(folder: RunFolder, config: RunConfig, dataset: Dataset, unreadable: dict[str, str]) -> None:
     """Writes the files of a new run."""
     vocabulary, model, backbone = _initial_parts(config, dataset)
+    require_possible_stages(config, model, backbone)
     parts: dict[str, nn.Module] = {"model": model}
     if backbone is not None:
         parts["backbone"] = backbone

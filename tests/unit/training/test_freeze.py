@@ -13,6 +13,7 @@ from raycap.models.captioner import Captioner
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runs.preflight import require_possible
+from raycap.pipeline.runs.prepare import prepare
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, StageRun
 from tests.conftest import small_config
@@ -70,9 +71,10 @@ def test_patterns_that_do_not_fit_are_refused_before_anything_starts(
 ) -> None:
     values = small_config(tmp_path)
     values["stages"][stage]["freeze"] = patterns
-    with pytest.raises(UserError, match=found) as error:
-        require_possible(parse_config(values))
-    assert "\n" not in str(error.value)
+    for check in (require_possible, prepare):
+        with pytest.raises(UserError, match=found) as error:
+            check(parse_config(values))
+        assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
 def test_a_frozen_part_of_the_backbone_stays_as_it_is(tmp_path: Path) -> None:
