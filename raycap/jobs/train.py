@@ -9,9 +9,9 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from raycap.models.config import Values
 from raycap.pipeline.errors import JobFailedError
 from raycap.pipeline.runtime.context import RayContext
 from raycap.pipeline.runtime.processor import computes_on_cpus
@@ -144,8 +144,7 @@ def _trainer(job: StageJob) -> Any:
     uses_nccl = workers.gpus_per_worker > 0 and not computes_on_cpus()
     num_workers = (workers.min_workers, workers.num_workers) if workers.min_workers else workers.num_workers
     return TorchTrainer(
-        _run_worker,
-        train_loop_config={"job": job},
+        partial(_run_worker, job),  # not train_loop_config, for which Ray Train's controller would import the models
         torch_config=TorchConfig(backend="nccl" if uses_nccl else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=num_workers,  # type: ignore[arg-type]  # for an elastic fit, the smallest and largest number
@@ -167,9 +166,8 @@ def failure_file(job: StageJob) -> StoragePath:
     return job.folder.root / f"log/failure-{job.driver_token}"
 
 
-def _run_worker(settings: Values) -> None:
+def _run_worker(job: StageJob) -> None:
     """The function that Ray Train runs on every worker."""
-    job: StageJob = settings["job"]
     if failure_file(job).exists():
         return  # Another attempt would fail in the same way. If Ray Train starts workers again, they end here.
     reason = ""

@@ -109,7 +109,7 @@ def test_a_full_disk_ends_training_with_a_sentence(
     monkeypatch.setattr("raycap.jobs.train.RayContext", lambda *_: None)
     job = StageJob(empty_run(tmp_path), ("xe",), None, driver_token="t")
     with pytest.raises(OSError):
-        train._run_worker({"job": job})
+        train._run_worker(job)
     file = train.failure_file(job)
     if number == errno.EIO:
         assert not file.exists()
