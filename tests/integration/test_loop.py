@@ -239,7 +239,7 @@ def test_a_loss_that_a_gpu_would_report_late_is_never_saved(tmp_path: Path, chan
 
 
 @pytest.mark.parametrize(("bfloat16", "warns"), [(17.0, True), (1.0, False)])
-def test_bfloat16_that_is_slow_on_this_processor_is_told_before_the_first_step(
+def test_bfloat16_that_is_slow_on_this_processor_is_reported_before_the_first_step(
     tmp_path: Path, bfloat16: float, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = PrecisionTimes("CPU", 1.0, bfloat16)
