@@ -41,7 +41,7 @@ from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.storage.path import StoragePath, cache_folder, storage_path, try_rights
 from raycap.pipeline.storage.s3 import is_remote
-from raycap.pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client
+from raycap.pipeline.tracking.mlflow_client import public_uri, reason_of, tracking_client, tracking_uri
 from raycap.pipeline.version import commit
 
 OBJECT_STORE_GIB = 0.5  # the size of the object store of a Ray that `cluster.start` starts
@@ -270,8 +270,12 @@ def tracker(config: RunConfig) -> str:
         return "off"
     address = public_uri(config)
     try:
-        if not re.match("sqlite|file:|/|[^:]*$", address):  # a file is created by the first run
+        if re.match("https?:", address):
             tracking_client(config).search_experiments(max_results=1)
+        elif re.match("postgresql|mysql|mssql", address):  # MLflow's client would create its tables
+            import sqlalchemy
+
+            sqlalchemy.create_engine(tracking_uri(config)).connect().close()
     except Exception as error:
         raise OSError(f"{address} does not answer: {reason_of(error)}") from error
     return address

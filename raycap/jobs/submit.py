@@ -252,8 +252,8 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
         if is_hidden(name) or not path.resolve().is_relative_to(Path.cwd()):
             raise UserError(f"{name} is hidden or a link to another folder, and is not sent; give a plain copy of it")
         with open_regular_file(path) as file:
-            text = file.read(MAX_SEARCHED_BYTES).decode(errors="replace")
-        if holds_secret(text):
+            data = file.read(MAX_SEARCHED_BYTES)
+        if b"\0" not in data and holds_secret(data.decode(errors="replace")):  # weights contain anything
             raise UserError(f"{name} contains a password or token, which others could read on the cluster; remove it")
     if config is None:
         return files, None

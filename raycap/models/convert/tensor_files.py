@@ -62,37 +62,45 @@ def check_file(path: Path, module: nn.Module) -> None:
     check_fits(module, state, str(path))
 
 
-def bounded(read: Callable[[Path], Content]) -> Callable[[Path], Content]:
+def bounded(without_pickle: str = "") -> Callable[[Callable[[Path], Content]], Callable[[Path], Content]]:
     """A decorator for a function that reads a pickle. A child process calls it first, with limits of time and memory.
 
-    The function then also raises ValueError above a limit. Files without a pickle (safetensors, JSON) are read at once.
+    The function then also raises ValueError above a limit. without_pickle: the ending of files that the function reads
+    without a pickle, and without the child process.
     """
 
-    @functools.wraps(read)
-    def bounded_read(path: Path) -> Content:
-        if path.suffix not in (".safetensors", ".json") and path.is_file():
-            _try(read, path)
-        return read(path)
+    def decorate(read: Callable[[Path], Content]) -> Callable[[Path], Content]:
+        @functools.wraps(read)
+        def bounded_read(path: Path) -> Content:
+            if (not without_pickle or path.suffix != without_pickle) and path.is_file():
+                _try(read, path)
+            return read(path)
 
-    return bounded_read
+        return bounded_read
+
+    return decorate
 
 
 def _try(read: Callable[[Path], object], path: Path) -> None:
     """Calls `read` in a child process. Raises ValueError above a limit, and with the text of any error of `read`."""
     size = path.stat().st_size
     num_bytes, seconds = READING_BYTES + 4 * size, READING_S + size // 2**26
-    problem = f"{path} is refused: reading it takes more than {seconds} s or {num_bytes >> 20} MiB, or crashes"
+    problem = (
+        f"{path} is refused: reading it takes more than {seconds} s of computing or {num_bytes >> 20} MiB, or crashes"
+    )
     receiver, sender = multiprocessing.Pipe(duplex=False)
     limited = multiprocessing.get_context("fork").Process(
         target=_limited, args=(read, path, sender, num_bytes, seconds)
     )
     limited.start()
     sender.close()
-    with receiver, suppress(EOFError):
-        if receiver.poll(10 * seconds):  # the machine may be busy
-            problem = receiver.recv_bytes().decode()
-    limited.kill()
-    limited.join()
+    try:
+        with receiver, suppress(EOFError):
+            if receiver.poll(10 * seconds):  # the machine may be busy
+                problem = receiver.recv_bytes().decode()
+    finally:
+        limited.kill()
+        limited.join()
     if problem:
         raise ValueError(problem)
 
@@ -102,17 +110,25 @@ def _limited(read: Callable[[Path], object], path: Path, sender: Connection, num
     status = Path("/proc/self/statm")
     if status.exists():  # on Linux
         used = int(status.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds,) * 2)
+        _lower(resource.RLIMIT_AS, used + num_bytes)
+    _lower(resource.RLIMIT_CPU, seconds)
     try:
         read(path)
         sender.send_bytes(b"")
     except Exception as error:  # the caller raises it again
-        sender.send_bytes(str(error).encode(errors="replace"))
+        text = str(error) or f"{path} is refused: reading it ends with {type(error).__name__}"
+        sender.send_bytes(text.encode(errors="replace"))
     os._exit(0)
 
 
-@bounded
+def _lower(limit: int, value: int) -> None:
+    """Sets a limit of this process, unless a lower one is set, which cannot be raised."""
+    hard = resource.getrlimit(limit)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (value, value))
+
+
+@bounded(".safetensors")
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a safetensors file, or of a PyTorch file, whose code is not run (`weights_only`).
 

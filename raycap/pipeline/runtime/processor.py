@@ -162,7 +162,7 @@ def slow_bfloat16(key: str) -> str:
     """
     import torch
 
-    factors = torch.ones(128, 128)  # small, because a product without bfloat16 instructions may take 100 times as long
+    factors = torch.ones(512, 512)  # without bfloat16 instructions, a product of this size takes 0.3 s
     _, times = (measure_precisions(lambda: factors @ factors, factors.device) for _ in range(2))  # the first warms up
     ratio = times.bfloat16 / times.float32
     if ratio < MIN_SPEEDUP:

@@ -35,9 +35,20 @@ _USERINFO = re.compile(
     re.VERBOSE,
 )
 _PRIVATE_KEY = re.compile("(PRIVATE KEY-----)[^-]+")
-# keys of OpenAI, GitHub, Hugging Face, Slack, GitLab, npm, PyPI, AWS and Google, and JSON web tokens
+# keys of OpenAI, GitHub, Hugging Face, npm, GitLab, Slack, PyPI, AWS and Google, and JSON web tokens, each in its
+# service's own form, because folders have names such as hf_datasets_coco2017
 _SERVICE_KEY = re.compile(
-    r"(?<![\w.-])(?:(?:sk|gh[oprsu]|github_pat|hf|xox[a-z]|glpat|npm|pypi)[-_]|AKIA|ASIA|AIza|eyJ)(?=[\w.-]*\d)[\w.-]{16,}"
+    r"""(?<![\w.-])(?:
+        sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}
+        | (?:gh[oprsu]|hf|npm)_[A-Za-z0-9]{30,}
+        | github_pat_\w{30,}
+        | (?:glpat|xox[a-z])-(?=[\w-]*\d)[\w-]{20,}
+        | pypi-[\w-]{50,}
+        | (?:AKIA|ASIA)[A-Z0-9]{16}
+        | AIza[\w-]{30,}
+        | eyJ[\w-]{6,}\.[\w.-]{6,}
+    )""",
+    re.VERBOSE,
 )
 _OPTION = re.compile(r"""(?<![\w.-])([\w.-]+)=([^\s&;,"']+)""")
 

@@ -278,7 +278,7 @@ def colliding_numbers(count: int) -> bytes:
     [
         (shared_tuple(60), "takes more than 1 s"),
         (colliding_numbers(60_000), "takes more than 1 s"),
-        (b"\x80\x04})" + b"\x85" * 1_000_000 + b"K\x01s.", "takes more than 1 s or .*, or crashes"),
+        (b"\x80\x04})" + b"\x85" * 1_000_000 + b"K\x01s.", "takes more than 1 s .* or crashes"),
         (b"\x80\x04]r\xff\xff\xff\x7f.", "MemoryError"),
         (b"\x80\x04" + b"]" * 4_000 + b"a" * 3_999 + b".", "expected 'idx2word_list'|expected 'itos'"),
         (b"\x80\x04c" + b"\x1b" * 5_000 + b"\nx\n.", "it names"),

@@ -107,17 +107,18 @@ def test_values_that_hold_secrets() -> None:
         *("https://ghp_x@host", "https://h/?password=long-one", "postgresql://u:p w/x@h/db", "https://u:${PW}x@h"),
         *("-----BEGIN RSA PRIVATE KEY-----\nabc", "x://u:${A}@h?pwd=bbbbbb", " https://u:p@h", "--token=keepsake"),
         *(
-            f"{start}0123456789abcdefXYZ"
-            for start in ("sk-proj-", "ghp_", "github_pat_", "hf_", "xoxb-", "AKIA", "AIza")
+            f"{start}{3 * '0123456789abcdefXYZ'}"
+            for start in ("sk-proj-", "ghp_", "github_pat_", "hf_", "xoxb-", "AIza", "glpat-", "npm_", "pypi-")
         ),
-        *(f"{start}0123456789abcdefXYZ" for start in ("glpat-", "npm_", "pypi-", "eyJhbGciOi.")),
+        *("AKIA0123456789ABCDEF", "eyJhbGciOi.0123456789"),
     ):
         assert holds_secret(value) and "0123456789" not in without_secrets(f"refused '{value}'"), value
     for value in (
         *("https://u:${PW}@h", "https://${TOKEN}@h", "s3://b/a@b.jpg", "https://h/?token=${T}", "a@b.org", ""),
         *("sqlite:////a@b/mlflow.db", "data.tokenizer=expansionnet", "model.max_tokens=5"),
         *("https://host:8443/a@b", "Authorization: Bearer ${TOKEN}", "password=${PW}", "git@h:x", "http://h:5000"),
-        *("hf_internal-testing-model", "sk-learn 0123456789012345", "npm_config_cache"),
+        *("hf_internal-testing-model", "sk-captions-2024-train", "npm_config_cache", "/data/hf_datasets_coco2017"),
+        *("/models/hf-swin-large-384-22k/model.safetensors", "s3://bucket/hf-datasets-mirror-eu1/coco"),
     ):
         assert not holds_secret(value), value
 

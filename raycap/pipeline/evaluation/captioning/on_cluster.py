@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from raycap.models.config import Values
-from raycap.pipeline.cluster.stalls import StallWatch
+from raycap.pipeline.cluster.stalls import StallWatch, one_sentence
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.errors import UserError
@@ -69,8 +69,10 @@ def caption_on_cluster(
     with watch, progress("captions  ", num_images) as advance:
         if config.evaluation.precision == "bfloat16" and not workers.gpus_per_worker:
             check = ray.remote(slow_bfloat16).options(**workers.task_options)
-            if text := ray.get(check.remote("evaluation.precision")):
-                logger.warning(f"slow      {text}")
+            with one_sentence("the measurement of bfloat16"):
+                warning: str = ray.get(check.remote("evaluation.precision"))
+            if warning:
+                logger.warning(f"slow      {warning}")
         for name, captions, seconds in watch.stream(_caption_shard, calls, workers.task_options):
             worker_seconds += seconds
             found[name] |= captions

@@ -70,7 +70,7 @@ def read_harmless_pickle(path: Path, stand_ins: Mapping[str, object] = {}) -> An
 _MESHED_SPECIALS = {"<unk>": "UNK", "<pad>": "PAD", "<bos>": "SOS", "<eos>": "EOS"}
 
 
-@bounded
+@bounded(".json")
 def read_meshed_vocabulary(path: Path) -> Vocabulary:
     """Reads the vocabulary pickle of the Meshed-Memory Transformer's reference, or raycap's vocabulary.json.
 
@@ -105,7 +105,7 @@ def read_meshed_vocabulary(path: Path) -> Vocabulary:
     return Vocabulary(tuple(_MESHED_SPECIALS.get(word, word) for word in words), "spacy")
 
 
-@bounded
+@bounded()
 def read_expansionnet_vocabulary(path: Path) -> Vocabulary:
     """Reads the vocabulary pickle of ExpansionNet v2's reference.
 
