@@ -268,8 +268,11 @@ def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
     batch = {"name": np.array([b"a", b"b", b"c"]), "pixels": pixels, "reason": np.array(["", "broken", ""])}
     expected = service.caption(service.transform.normalize(torch.from_numpy(pixels[[0, 2]])))
     found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)["found"]
-    assert [json.loads(row) for row in found] == [expected[0].to_json(), {"error": "broken"}, expected[1].to_json()]
-    assert all("confidence" in json.loads(row) for row in found[[0, 2]])
+    first, error, last = [json.loads(row) for row in found]
+    assert error == {"error": "broken"} and {"confidence", "expected_ciderd"} <= first.keys()
+    for row, wanted in ((first, expected[0].to_json()), (last, expected[1].to_json())):
+        # the batches differ in size, and so do the last digits on some processors
+        assert row.pop("caption") == wanted.pop("caption") and row == pytest.approx(wanted, abs=1e-4)
 
 
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
