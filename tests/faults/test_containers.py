@@ -69,7 +69,8 @@ def test_commands(cluster: Containers, undisturbed: list[list[str]], monkeypatch
     assert scores(submit("run", config)) == undisturbed
     with urllib.request.urlopen(f"{TRACKER}/api/2.0/mlflow/registered-models/search", timeout=60) as answer:
         assert json.load(answer)["registered_models"], "the model is registered"
-    assert scores(submit("evaluate", config)) == undisturbed
+    evaluated = re.findall(r"^  (?:BLEU-\d|ROUGE-L|CIDEr-D) +(\S+)", submit("evaluate", config), re.MULTILINE)
+    assert evaluated[:6] == undisturbed[0][3:]
 
     search = {"name": "grid", "base": "small.yaml", "algorithm": "grid", "space": {"model.dynamic_expansion": [1, 2]}}
     search["trial"] = {"stages": ["xe_frozen"], "epochs": 2}
