@@ -216,10 +216,14 @@ def _resources(search: Search) -> dict[str, float]:
 
 
 def _place(folder: StoragePath) -> tuple[str, pyarrow.fs.FileSystem | None]:
-    """A folder as Ray Tune takes it: a path and, on S3, its file system. Credentials are those of the environment."""
+    """A folder as Ray Tune takes it: a path and, on S3, its file system.
+
+    Credentials are those of the environment, and so is the address of the server without `storage.endpoint_url`.
+    """
     if not folder.is_remote:
         return str(folder), None
-    scheme, _, server = (folder.options.endpoint_url or "").rpartition("://")
+    endpoint = folder.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL", "")
+    scheme, _, server = endpoint.rstrip("/").rpartition("://")
     settings = {"scheme": scheme, "endpoint_override": server, "region": folder.options.region}
     filesystem = pyarrow.fs.S3FileSystem(**{key: value for key, value in settings.items() if value})
     return folder.uri.removeprefix(REMOTE), filesystem

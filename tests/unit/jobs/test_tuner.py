@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 
-from raycap.jobs.tune.tuner import _can_restore, _variants
+from raycap.jobs.tune.tuner import _can_restore, _place, _variants
+from raycap.pipeline.storage.path import StoragePath
 from tests.support.searches import small_search
 
 BATCH = "stages.xe_frozen.batch_size"
@@ -43,3 +45,9 @@ def test_integers_of_a_population_keep_their_logarithmic_scale(tmp_path: Path) -
     numbers = sorted(_variants(search)[BATCH].sample(size=1000, random_state=0))
     assert {type(int(number)) for number in numbers} == {int} and numbers[0] == 1 and numbers[-1] == 64
     assert numbers[500] < 16, "the middle of a linear scale would be 32"
+
+
+def test_ray_tune_finds_the_server_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9/")
+    expected = pyarrow.fs.S3FileSystem(scheme="http", endpoint_override="127.0.0.1:9")
+    assert _place(StoragePath("s3://bucket/folder")) == ("bucket/folder", expected)
