@@ -77,7 +77,7 @@ def test_commands(cluster: Containers, undisturbed: list[list[str]], monkeypatch
     output = submit("tune", cluster.write("search.yaml", search))
     assert output.count("finished at epoch 2") == 2
 
-    assert "promoted" in submit("retrain", cluster.write("retrain.yaml", settings("again") | {"retrain": {}}))
+    assert "becomes it" in submit("retrain", cluster.write("retrain.yaml", settings("again") | {"retrain": {}}))
 
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, cluster.environment[name])
