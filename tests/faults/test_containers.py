@@ -20,6 +20,7 @@ from raycap.pipeline.storage.path import StoragePath
 from tests.conftest import ROOT, small_config
 from tests.support.containers import IMAGE, SERVER, TRACKER, Containers, containers, docker
 from tests.support.ray_cluster import wait_until
+from tests.support.serving import FILE_HEAD, MULTIPART
 
 NETWORK, PAUSE_S = "raycap_default", 60.0
 pytestmark = pytest.mark.proof
@@ -93,9 +94,8 @@ def test_commands(cluster: Containers, undisturbed: list[list[str]], monkeypatch
 
     serve = ["raycap", "serve", "--host", "0.0.0.0", "--address", "auto", "--model", f"s3://raycap/{bundle}"]
     cluster.compose("exec", "--detach", "head", *serve)
-    body = b'--x\r\nContent-Disposition: form-data; name="images"; filename="a.png"\r\n\r\n'
-    body += (storage / images[0]).read_bytes() + b"\r\n--x--\r\n"
-    headers = {"Authorization": f"Bearer {cluster.token}", "Content-Type": "multipart/form-data; boundary=x"}
+    body = FILE_HEAD + (storage / images[0]).read_bytes() + b"\r\n--x--\r\n"
+    headers = MULTIPART | {"Authorization": f"Bearer {cluster.token}"}
     request = urllib.request.Request(f"{SERVER}/caption", data=body, headers=headers)
     for _ in range(60):
         try:

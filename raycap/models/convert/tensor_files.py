@@ -62,7 +62,7 @@ def check_file(path: Path, module: nn.Module) -> None:
     check_fits(module, state, str(path))
 
 
-def bounded(without_pickle: str = "") -> Callable[[Callable[[Path], Content]], Callable[[Path], Content]]:
+def bounded(without_pickle: str | None = None) -> Callable[[Callable[[Path], Content]], Callable[[Path], Content]]:
     """A decorator for a function that reads a pickle. A child process calls it first, with limits of time and memory.
 
     The function then also raises ValueError above a limit. without_pickle: the ending of files that the function reads
@@ -72,7 +72,7 @@ def bounded(without_pickle: str = "") -> Callable[[Callable[[Path], Content]], C
     def decorate(read: Callable[[Path], Content]) -> Callable[[Path], Content]:
         @functools.wraps(read)
         def bounded_read(path: Path) -> Content:
-            if (not without_pickle or path.suffix != without_pickle) and path.is_file():
+            if path.suffix != without_pickle and path.is_file():
                 _try(read, path)
             return read(path)
 
@@ -89,9 +89,8 @@ def _try(read: Callable[[Path], object], path: Path) -> None:
         f"{path} is refused: reading it takes more than {seconds} s of computing or {num_bytes >> 20} MiB, or crashes"
     )
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    limited = multiprocessing.get_context("fork").Process(
-        target=_limited, args=(read, path, sender, num_bytes, seconds)
-    )
+    arguments = (read, path, sender, num_bytes, seconds)
+    limited = multiprocessing.get_context("fork").Process(target=_limited, args=arguments)
     limited.start()
     sender.close()
     try:

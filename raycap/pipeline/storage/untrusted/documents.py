@@ -82,9 +82,8 @@ def open_regular_file(path: Path, flags: int = os.O_RDONLY) -> io.BufferedReader
     flags: further ones of os.open, such as O_NOFOLLOW, which refuses a link.
     """
     try:
-        descriptor = os.open(
-            path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
-        )  # O_NONBLOCK, as pipes wait for a writer
+        # with O_NONBLOCK, a pipe does not wait for a writer
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except ValueError as error:  # the text has a NUL or half of a surrogate pair
         raise OSError(errno.EINVAL, "not the name of a file", str(path)) from error
     mode = os.fstat(descriptor).st_mode
