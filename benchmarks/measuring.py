@@ -15,7 +15,7 @@ import torch
 import typer
 from PIL import Image
 
-from raycap.jobs.bench_gpu.parts import timed
+from raycap.jobs.bench_gpu import timed
 
 Threads = Annotated[int | None, typer.Option(min=1, help="Number of torch threads. The default is torch's choice.")]
 References = Annotated[

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from raycap.jobs.bench_gpu.parts import timed
+from raycap.jobs.bench_gpu import timed
 from raycap.models.base import CaptionModel, Features
 from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, TABLE_6_IMAGE_TOKENS, TABLE_6_IMAGES, TABLE_6_SIZES, cost
 from raycap.models.config import ExpansionNetConfig, ModelSizes

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import typer
 
-from raycap.jobs.bench_gpu.parts import timed
+from raycap.jobs.bench_gpu import timed
 from raycap.pipeline.data.language.tokenizers import tokenize
 from raycap.pipeline.data.survey import read_references
 from raycap.pipeline.data.synthetic.scenes import make_scene

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from raycap.jobs.bench_gpu.training_step import SAMPLING, Case, training_step
+from raycap.jobs.bench_gpu import SAMPLING, Case, training_step
 from raycap.pipeline.runtime.processor import prepare_processor
 
 from measuring import Threads, median_seconds

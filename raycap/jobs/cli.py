@@ -83,7 +83,7 @@ COMMANDS = {
     "doctor": Entry("raycap.jobs.doctor:doctor", "Check what this machine or a cluster can run.", can_submit=True),
 }
 BENCHMARKS = {
-    "gpu": Entry("raycap.jobs.bench_gpu.command:bench_gpu", "Speed of training, extraction and decoding on one GPU."),
+    "gpu": Entry("raycap.jobs.bench_gpu:bench_gpu", "Speed of training, extraction and decoding on one GPU."),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raycap.jobs.bench_gpu.parts import STAGES
+from raycap.jobs.bench_gpu import STAGES
 from raycap.jobs.cli import main
 from tests.conftest import ROOT
 
@@ -24,7 +24,7 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 from pathlib import Path
-from raycap.jobs.bench_gpu.command import bench_gpu
+from raycap.jobs.bench_gpu import bench_gpu
 bench_gpu(Path(sys.argv[1]), 10, True)
 """
 

@@ -1,1 +1,0 @@
-"""`raycap bench gpu`: speed and memory of training, extraction and decoding on one GPU, without data or network."""
