@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,10 +19,8 @@ from raycap.pipeline.features.store import FeatureStore
 from raycap.pipeline.runs.delivery import bundle_run
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.storage.path import storage_path
-from raycap.pipeline.training.batches import Batches, CaptionTokens
 from raycap.pipeline.training.dry_run import dry_run
 from raycap.pipeline.training.loop import StageJob, StageRun, train_stages
-from tests.support.features import positions
 from tests.support.runs import FROZEN_STAGES, MESHED_MEMORY, prepare_region_run
 
 CLUSTERED = {"name": "clustformer", "inputs": "regions", "sampling": 1, "region_rows": 2}
@@ -80,25 +77,6 @@ def test_lengths_and_boxes_reach_both_objectives(tmp_path: Path, system: dict[st
     assert not torch.allclose(own, gradient(replace(other, lengths=torch.full_like(features.lengths, 4))), atol=1e-4)
     if system is CLUSTERED:
         assert not torch.allclose(own, gradient(replace(features, boxes=features.boxes.flip(1))), atol=1e-5)
-
-
-def test_a_batch_carries_the_regions_of_its_images(tmp_path: Path) -> None:
-    folder, store = prepare_region_run(tmp_path, MESHED_MEMORY)
-    train = folder.dataset.split("train")
-    images = Images(train, FeatureStore(store), 10**6, 1)
-    batches = Batches(
-        images,
-        CaptionTokens.of(train, folder.vocabulary),
-        folder.config.stages[0],
-        seed=1,
-        rank=0,
-        world_size=1,
-    )
-    (batch,) = batches.at(3)
-    whole = FeatureStore(store)
-    expected = whole.regions_at(positions(whole, [train.column("key")[row] for row in batch.images.tolist()]))
-    for values, expected_values in zip((batch.features.lengths, batch.features.boxes), expected, strict=True):
-        assert values is not None and expected_values is not None and np.array_equal(values.numpy(), expected_values)
 
 
 def test_retraining_captions_the_held_out_regions(tmp_path: Path, without_ray: None) -> None:

@@ -12,7 +12,6 @@ import torch
 from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.content_keys import take_snapshot
-from raycap.pipeline.data.images import UNREADABLE, decode_batch
 from raycap.pipeline.data.reading import read_dataset
 from raycap.pipeline.features.model_inputs import Images
 from raycap.pipeline.features.store import FeatureStore, write_shard
@@ -105,30 +104,3 @@ def test_images_are_fetched_once_and_checked_by_digest(
     StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
     with pytest.raises(StorageError, match="1.png: its content does not have the recorded digest"):
         images.load(np.arange(6))
-
-
-def test_a_snapshot_of_s3_reads_only_new_objects(
-    options: StorageOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = write_karpathy(tmp_path / "set", {"train": 4, "val": 1, "test": 1})
-    for path in local.rglob("*.*"):
-        StoragePath(f"s3://data/set/{path.relative_to(local)}", options).write_bytes(path.read_bytes())
-    dataset = read_dataset(DataSection(root="s3://data/set"), "s3://data/set", options)
-    here, _ = take_snapshot(read_dataset(DataSection(root=str(local)), local), tmp_path / "here.parquet")
-    there, troubles = take_snapshot(dataset, StoragePath("s3://data/manifest.parquet", options), options)
-    assert not troubles and there.column("key") == here.column("key") and there.fingerprint() == here.fingerprint()
-    batch = {name: np.array(there.column(name)) for name in ("key", "uri")}
-    assert set(decode_batch(batch, ImageTransform(16), 10**6, options)["reason"]) == {""}
-
-    reads: list[str] = []
-    original = StoragePath.read_bytes
-    monkeypatch.setattr(StoragePath, "read_bytes", lambda self, *limit: (reads.append(self.name), original(self))[1])
-    StoragePath("s3://data/set/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
-    StoragePath("s3://data/set/images/2.png", options).delete()
-    again, troubles = take_snapshot(dataset, StoragePath("s3://data/manifest.parquet", options), options)
-    assert sorted(reads) == ["1.png", "manifest.parquet"] and list(troubles) == ["s3://data/set/images/2.png"]
-    assert again.column("key")[1] == again.column("key")[0]
-    monkeypatch.undo()
-    monkeypatch.setenv("RAYCAP_CACHE", str(tmp_path / "cache"))  # without the images that were read
-    reasons = decode_batch(batch, ImageTransform(16), 10**6, options)["reason"]
-    assert reasons[1].startswith(UNREADABLE) and "changed" in reasons[1] and reasons[2].startswith(UNREADABLE)

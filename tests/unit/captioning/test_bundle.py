@@ -173,11 +173,3 @@ def test_the_drivers_copy_of_a_bundle_is_named_by_its_place_on_s3(
     expected = StoredBundle(place, bundle_digests(copy))
     assert bundle_source(storage_path(copy), config) == expected
     assert bundle_source(place, config) == expected, "another bundle in its place is refused by the workers"
-
-
-def test_a_bundle_with_other_files_than_recorded_is_refused(tmp_path: Path) -> None:
-    folder = make_bundle(tmp_path / "bundle", backbone=False)
-    digests = bundle_digests(folder)
-    assert StoredBundle(storage_path(folder), digests).load().config["name"] == "small"
-    with pytest.raises(OSError, match="preprocessing.json is missing or has changed"):
-        StoredBundle(storage_path(folder), digests | {"preprocessing.json": "0" * 64}).load()

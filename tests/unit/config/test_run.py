@@ -47,27 +47,6 @@ def test_every_shipped_configuration_is_read_stored_and_printed(path: Path, monk
     jsonschema.Draft202012Validator(config_schema()).validate(yaml.safe_load(path.read_text()))
 
 
-def test_the_papers_recipe_builds_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from raycap.models.captioner import build_model
-    from raycap.models.config import ModelSizes
-
-    monkeypatch.setenv("RAYCAP_COCO", "/somewhere")
-    config = load_config(ROOT / "raycap" / "configs" / "expansionnet_v2_coco.yaml")
-    with torch.device("meta"):
-        model = build_model(config.model, ModelSizes(1536, 10_000, 52, 2, 0, 1))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 38_593_296
-    recipe = [(stage.name, stage.batch_size, stage.lr, stage.epochs, stage.dropout) for stage in config.stages]
-    assert recipe == [
-        ("xe_frozen", 48, 2e-4, 8, 0.3),
-        ("xe_finetune", 48, 3e-5, 2, 0.3),
-        ("scst_frozen", 48, 1e-4, 9, 0.1),
-        ("scst_finetune", 20, 2e-6, 1, 0.1),
-    ]
-    assert config.backbone.image_size == 384 and config.model.static_expansion == (32, 64, 128, 256, 512)
-
-
 @pytest.mark.parametrize(
     ("name", "width", "words", "count"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pyarrow as pa
 import pytest
 
 from raycap.pipeline.config.sections import DataSection
-from raycap.pipeline.data import dataset as module
 from raycap.pipeline.data.content_keys import take_snapshot
 from raycap.pipeline.data.dataset import SCHEMA, Dataset
 from raycap.pipeline.data.language.tokenizers import tokenize
@@ -164,42 +162,3 @@ def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> N
         root = write_karpathy(tmp_path / name, {"train": 2, "val": 1, "test": 1})
         prints.append(take_snapshot(read_dataset(section(root), root), tmp_path / f"{name}.parquet")[0].fingerprint())
     assert prints[0] == prints[1]
-
-
-def random_dataset(rng: np.random.Generator, size: int) -> Dataset:
-    """Images of three splits, of which some have no key, with up to three captions, of which some have no word."""
-    texts = np.array(["a cat", "two dogs run", "...", "A cat!"])
-    captions = [rng.choice(texts, rng.integers(0, 4)).tolist() for _ in range(size)]
-    splits = rng.choice(["train", "val", "test"], size).tolist()
-    keys = [None if rng.random() < 0.1 else f"key{number % 40}" for number in range(size)]
-    columns = [list(range(size)), splits, [f"/{number}.png" for number in range(size)], captions, keys]
-    table = pa.table(columns, schema=SCHEMA)
-    return Dataset(pa.concat_tables([table.slice(0, size // 3), table.slice(size // 3)]))
-
-
-def test_selected_rows_equal_copied_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains of selections against lists of the rows."""
-    monkeypatch.setattr(module, "CHUNK_ROWS", 8)
-    rng = np.random.default_rng(0)
-    excluded = [f"key{number}" for number in range(0, 40, 3)]
-    for size in (0, 1, 7, 8, 100):
-        whole = random_dataset(rng, size)
-        rows = whole.table.to_pylist()
-        parts = {
-            "split": (whole.split("train"), [row for row in rows if row["split"] == "train"]),
-            "two": (whole.split("train", "val"), [row for row in rows if row["split"] != "test"]),
-            "none": (whole.split("other"), []),
-            "chain": (
-                whole.readable().without(excluded).split("train", "test").split("train"),
-                [row for row in rows if row["key"] not in (None, *excluded) and row["split"] == "train"],
-            ),
-        }
-        for name, (part, expected) in parts.items():
-            assert len(part) == len(expected), name
-            copy = Dataset(pa.Table.from_pylist(expected, schema=SCHEMA))
-            assert part.num_captions == copy.num_captions and part.references() == copy.references()
-            assert part.uris() == copy.uris() and list(part.texts()) == list(copy.texts())
-            assert list(part.texts_by_image()) == copy.column("captions")
-            assert part.fingerprint() == copy.fingerprint() and part.split_sizes() == copy.split_sizes()
-            sent = pickle.loads(pickle.dumps(part))  # noqa: S301 (as Ray does)
-            assert part.table.equals(copy.table) and sent.table.equals(copy.table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,9 @@ from raycap.models.encoders.backbone import Backbone
 from raycap.pipeline.config.sections import FeatureSection
 from raycap.pipeline.features import extraction
 from raycap.pipeline.features.extraction import Extractor, ShardWriter
-from raycap.pipeline.features.precision import decided_precision, measure_extraction
+from raycap.pipeline.features.precision import decided_precision
 from raycap.pipeline.features.store import FeatureStore
-from raycap.pipeline.runtime.processor import PrecisionTimes, measure_precisions
+from raycap.pipeline.runtime.processor import PrecisionTimes
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.weights import save_weights
 
@@ -51,20 +50,6 @@ def test_a_storage_measures_once_and_keeps_its_precision(tmp_path: Path) -> None
         record.write_text(damaged)
         measured.append(PrecisionTimes("a third", float32=0.1, bfloat16=0.5))
         assert decide() == decide() == "float32" and not measured, "measured again and kept"
-
-
-@pytest.mark.parametrize(("bfloat16_s", "rounds"), [(0.02, 9), (0.2, 1)])
-def test_a_measurement_computes_in_both_precisions_and_stops_if_one_is_slow(bfloat16_s: float, rounds: int) -> None:
-    dtypes = []
-
-    def compute() -> None:
-        dtypes.append(torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
-        time.sleep(bfloat16_s if dtypes[-1] == torch.bfloat16 else 0.02)
-
-    times = measure_precisions(compute, torch.device("cpu"))
-    assert dtypes == rounds * [torch.float32, torch.bfloat16] and times.float32 > 0 and times.bfloat16 > 0
-    whole = measure_extraction(SWIN, FeatureSection())
-    assert whole.device == "CPU" and whole.float32 > 0 and whole.bfloat16 > 0
 
 
 def writer_of(folder: Path) -> ShardWriter:

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ from raycap.jobs.caption_output import Parts
 from raycap.jobs.cli import main
 from raycap.pipeline.data.image_sources import find_images
 from raycap.pipeline.errors import UserError
-from raycap.pipeline.evaluation.captioning.bundle import StoredBundle, load_bundle
-from raycap.pipeline.evaluation.captioning.ray_data import _CaptionActor
+from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from raycap.pipeline.storage.path import StoragePath, storage_path
 from raycap.pipeline.storage.s3 import StorageError
@@ -219,10 +217,6 @@ def judging(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_confidence(make_bundle(tmp_path_factory.mktemp("judging") / "small"))
 
 
-def rows_of(*paths: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-
-
 def test_captions_have_the_confidence_of_their_search(
     bundle: Path, judging: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -260,19 +254,6 @@ def flush_twice() -> Callable[[Parts], None]:
             flush(parts)
 
     return flush_or_not
-
-
-def test_an_actor_gives_the_confidences_of_the_service(judging: Path) -> None:
-    service = CaptionService(load_bundle(judging), device="cpu")
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
-    batch = {"name": np.array([b"a", b"b", b"c"]), "pixels": pixels, "reason": np.array(["", "broken", ""])}
-    expected = service.caption(service.transform.normalize(torch.from_numpy(pixels[[0, 2]])))
-    found = _CaptionActor(StoredBundle(storage_path(judging)), {}, 1, 0.0)(batch)["found"]
-    first, error, last = [json.loads(row) for row in found]
-    assert error == {"error": "broken"} and {"confidence", "expected_ciderd"} <= first.keys()
-    for row, wanted in ((first, expected[0].to_json()), (last, expected[1].to_json())):
-        # the batches differ in size, and so do the last digits on some processors
-        assert row.pop("caption") == wanted.pop("caption") and row == pytest.approx(wanted, abs=1e-4)
 
 
 def test_explain_writes_a_picture_an_image(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,16 +240,6 @@ def test_a_checkpoint_that_would_take_years_is_refused(tmp_path: Path, monkeypat
         read_tensors(tmp_path / "slow.pth")
 
 
-def test_a_reader_without_memory_is_an_error_although_its_error_has_no_text(tmp_path: Path) -> None:
-    @tensor_files.bounded()
-    def read(_: Path) -> None:
-        raise MemoryError
-
-    (tmp_path / "a.pth").touch()
-    with pytest.raises(ValueError, match="MemoryError"):
-        read(tmp_path / "a.pth")
-
-
 class Trap:
     """Unpickling it would create a file."""
 

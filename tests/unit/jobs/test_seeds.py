@@ -1,29 +1,22 @@
-"""The configurations of several seeds, the summary of their runs, and the comparison of systems."""
+"""The configurations of several seeds, and the comparison of systems."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 
 from raycap.jobs.evaluate import evaluate
-from raycap.jobs.seeds import group_id, seed_configs, summarize_runs
+from raycap.jobs.seeds import seed_configs
 from raycap.jobs.submit import parse_arguments
 from raycap.pipeline.config.load import parse_config
-from raycap.pipeline.config.run import RunConfig
-from raycap.pipeline.config.sections import StageSection
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.evaluation.comparison.bootstrap import compare, paired_difference
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.evaluation.scores.metrics import MetricScores, Score
-from raycap.pipeline.runs.folder import RunFolder
 from raycap.pipeline.runs.identity import run_identity
-from raycap.pipeline.storage.atomic import write_json
-from raycap.pipeline.storage.path import storage_path
 from tests.conftest import ROOT, small_config
 from tests.support.captioning import captions_of
 
@@ -46,47 +39,6 @@ def test_ensembles_need_seeds_and_submitted_commands_take_them(tmp_path: Path) -
     assert (values["seeds"], values["ensemble"]) == (3, True)
     with pytest.raises(UserError, match="raycap run refuses these options: .*--seeds"):
         parse_arguments("run", [str(config), "--seeds", "0"])
-
-
-class Run:
-    """As much of a complete run's folder as a summary reads."""
-
-    def __init__(self, config: RunConfig, path: Path, cider: float) -> None:
-        self.config, self.path, self.run_id = config, path, path.name
-        entry = {"images": 3, "scores": {"CIDEr-D": cider}, "unavailable": {}, "per_image_CIDEr-D": {}}
-        write_json(path / "scores.json", {"splits": {"val": entry}, "validation_by_stage": {"xe_frozen": cider / 2}})
-
-    def delivered(self) -> StageSection:
-        return self.config.stages[-1 if self.config.seed else self.first_kept]
-
-    first_kept = -1  # of the first seed
-
-
-def runs(folder: Path, ciders: Sequence[float]) -> tuple[list[RunConfig], list[RunFolder]]:
-    configs = seed_configs(parse_config(small_config(folder)), len(ciders))
-    made = [Run(config, folder / f"demo-{number}", ciders[number]) for number, config in enumerate(configs)]
-    return configs, cast(list[RunFolder], made)
-
-
-def test_the_summary_of_runs(tmp_path: Path, log_lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    configs, folders = runs(tmp_path, (0.8, 0.9))
-    summarize_runs(configs, folders)
-    place = storage_path(tmp_path / "seeds" / group_id("demo", ["demo-0", "demo-1"]))
-    assert [line.strip() for line in "".join(log_lines).splitlines() if line.strip()] == [
-        "validation CIDEr-D (PTB tokens)  xe_frozen 0.4250 ± 0.0354",
-        "CIDEr-D",
-        "val, 3 images (2 seeds)  0.850 ± 0.071",
-        f"seeds        {place}",
-    ]
-    written = json.loads((place / "scores.json").read_bytes())
-    assert written["runs"] == {"seed 0": "demo-0", "seed 1": "demo-1"} and written["protocol"]["objective"] == "scst"
-    monkeypatch.setattr(Run, "first_kept", 0)  # the first seed ended with cross entropy
-    summarize_runs(configs, folders)
-    assert json.loads((place / "scores.json").read_bytes())["protocol"]["objective"] is None
-    assert written["splits"]["val"]["scores"]["CIDEr-D"]["values"] == [0.8, 0.9]
-    assert written["validation_by_stage"]["xe_frozen"]["mean"] == pytest.approx(0.425)
-    page = (place / "report.html").read_bytes().decode()
-    assert "0.850 ± 0.071" in page and "seed 1" in page
 
 
 def result(per_image: np.ndarray, images: Sequence[int]) -> SplitScores:

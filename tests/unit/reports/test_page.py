@@ -26,7 +26,6 @@ from raycap.pipeline.evaluation.reports.page import (
     curve,
     report_html,
 )
-from raycap.pipeline.evaluation.reports.tables import Table
 
 VOID = {"meta", "link", "br", "img", "input", "path"}
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"quoted\" 'single' {{ 7 * 7 }} SCRIPT_DIGEST"
@@ -101,16 +100,6 @@ def test_page_holds_scores_curves_pictures_and_metadata(tmp_path: Path) -> None:
         assert expected in text
     assert html.startswith("<!DOCTYPE html>")
     assert [card["data-id"] for card in reader.all("li", "card")] == ["1", "2"]
-
-
-def test_further_tables_follow_the_scores(tmp_path: Path) -> None:
-    tables = [Table("Cost", "Of this machine.", ["parameters", EVIL], [("ours", ["12", EVIL]), (EVIL, ["13", ""])])]
-    _, reader = _written(tmp_path, _report(tables=tables, gallery_note=EVIL))
-    assert [section["id"] for section in reader.all("section")][:2] == ["scores", "table-1"]
-    assert {"href": "#table-1"} in reader.all("a") and len(reader.all("script")) == 1
-    text = " ".join(" ".join(reader.text).split())
-    assert "Cost Of this machine. Model parameters" in text and text.count(EVIL) == 4
-    assert "Of this machine" not in _written(tmp_path, _report())[0]
 
 
 def test_the_page_shows_the_risk_and_the_reliability_of_each_split(tmp_path: Path) -> None:

@@ -6,10 +6,8 @@ import json
 import statistics
 from typing import Any
 
-import numpy as np
 import pytest
 
-from raycap.pipeline.evaluation.comparison.bootstrap import Spread
 from raycap.pipeline.evaluation.reports.tables import SeedScores, format_table
 
 
@@ -18,18 +16,6 @@ def entry(cider: float | None, main_object: float | None = None, images: int = 2
     unavailable = {"CIDEr-D": "one image only"} if cider is None else {}
     scores = {"BLEU-4": 0.25, "CIDEr-D": cider}
     return {"images": images, "scores": scores, "unavailable": unavailable, "main_object": main_object}
-
-
-def test_the_statistics_are_those_of_the_sample() -> None:
-    generator = np.random.default_rng(0)
-    for count in range(2, 9):
-        values = generator.normal(1, 0.1, count)
-        spread = Spread.of(values.tolist())
-        assert (spread.mean, spread.std) == (pytest.approx(values.mean()), pytest.approx(values.std(ddof=1)))
-        assert (spread.min, spread.max, spread.values) == (values.min(), values.max(), tuple(values))
-    assert Spread.of([0.5]) == Spread(0.5, None, 0.5, 0.5, (0.5,)) and Spread.of([0.5]).text() == "0.500"
-    assert Spread.of([0.84, 0.85]).text() == "0.845 ± 0.007"
-    assert Spread.of([0.84, 0.85]).text(in_percent=True) == "84.5 ± 0.7 %"
 
 
 def test_the_table_has_means_and_names_what_is_unavailable() -> None:
@@ -63,13 +49,3 @@ def test_the_table_has_means_and_names_what_is_unavailable() -> None:
 def test_one_model_has_no_spread() -> None:
     scores = SeedScores.of({"ensemble of 5": {"test": entry(0.8)}})
     assert scores.rows("test", scores.columns) == [("test, 20 images (1 seed)", ["0.250", "0.800"])]
-
-
-def test_columns_are_aligned_and_reasons_follow_once() -> None:
-    rows = [("test", ["1.0", "unavailable: no java"]), ("a long name", ["12.25", "unavailable: no java"])]
-    assert format_table(["BLEU-4", "SPICE"], rows).splitlines() == [
-        "             BLEU-4  SPICE",
-        "test            1.0      -",
-        "a long name   12.25      -",
-        "SPICE unavailable: no java",
-    ]

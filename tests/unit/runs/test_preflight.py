@@ -134,9 +134,3 @@ def test_a_storage_on_s3_that_cannot_be_used_is_refused(
     section = {"uri": "s3://data/runs", "region": f"r{abs(hash((str(storage), str(variables)))) % 10**6}"} | storage
     with pytest.raises(UserError, match=found):
         check_storage(parse_config(small_config(section)))
-
-
-def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
-    storage = {"uri": "s3://no-such-bucket/runs", "endpoint_url": s3}
-    with pytest.raises(UserError, match=r"s3://no-such-bucket/runs: no such bucket; create it, or correct storage"):
-        check_storage(parse_config(small_config(storage)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from PIL import Image
 
 import raycap
-from raycap.jobs.cli import main
 from raycap.pipeline.evaluation.captioning.bundle import load_bundle
 from raycap.pipeline.evaluation.captioning.service import CaptionService
 from tests.support.bundles import make_bundle, with_confidence, write_images
@@ -32,22 +30,6 @@ def captioner(bundle: Path) -> raycap.Captioner:
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return write_images(tmp_path_factory.mktemp("images"), 5)
-
-
-def test_captions_are_those_of_the_command(
-    bundle: Path, captioner: raycap.Captioner, names: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options, settings in (
-        ([], {}),
-        (["--n-best", "2"], {"num_results": 2}),
-        (["--beam", "2", "--set", "evaluation.max_length=7"], {"beam_size": 2, "max_length": 7}),
-        (["--set", "evaluation.ranking=sum"], {"search": {"ranking": "sum"}}),
-    ):
-        assert main(["caption", *names, "--model", str(bundle), "--json", *options]) == 0
-        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        found = captioner.caption(names, **settings)  # type: ignore[arg-type]
-        assert [{"image": name} | each.to_json() for name, each in zip(names, found, strict=True)] == rows
-    assert len({row["caption"] for row in rows}) > 1, "all captions are the same: nothing would be seen"
 
 
 def test_paths_bytes_images_and_arrays_give_equal_captions(captioner: raycap.Captioner, names: list[str]) -> None:

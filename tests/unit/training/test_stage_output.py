@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
-from raycap.models.captioner import Captioner
-from raycap.pipeline.errors import DamagedError
 from raycap.pipeline.runs.folder import JOURNAL
 from raycap.pipeline.runs.journal import read_journal
 from raycap.pipeline.storage.path import StoragePath
@@ -125,9 +122,3 @@ def test_a_worker_that_is_replaced_uploads_nothing_and_stops(
     with pytest.raises(error, match="stops"):
         log_forever()
     assert uploaded(home) == [1]
-
-
-def test_the_remedy_for_a_damaged_checkpoint_names_the_original(home: Home, output: StageOutput) -> None:
-    model = Captioner(torch.nn.Linear(1, 1), None)
-    with pytest.raises(DamagedError, match=f"remove {home.uri}/stages/a/step-3,"):
-        output.restore(3, model, torch.optim.SGD(model.parameters(), 0.1))

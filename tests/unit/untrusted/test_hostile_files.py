@@ -21,7 +21,6 @@ from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.data.word_vectors import read_word_vectors
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.evaluation.captioning.constraints import read_constraints
-from raycap.pipeline.storage.untrusted import documents
 
 DEEP = "[" * 100_000
 NESTED = "[" * 700 + "]" * 700  # the parser accepts this, and `repr` may fail at it
@@ -99,35 +98,6 @@ def test_a_missing_or_special_file_is_no_damaged_file(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(UserError, match="larger than"):
         read_annotations(config.model_copy(update={"annotations": "large.json"}), tmp_path)
-
-
-def test_small_files_that_become_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "MIN_LIMIT_BYTES", 1000)
-    with pytest.raises(UserError, match="a.json.gz decompresses to more than"):
-        annotations(tmp_path, "a.json.gz", gzip.compress(b"[" + b" " * 10**6 + b"]"))
-
-
-def test_hostile_constraints_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    line = '{"image_id": 1, "constraints": ["cat"]}'
-    for old, new in (("1", "1e999"), ('["cat"]', DEEP), ('"cat"', NESTED), ('["cat"]', '"cat"'), ("cat", "\\ud800")):
-        path.write_text(line.replace(old, new))
-        with pytest.raises(UserError, match=f"^constraints {path}: line 1") as caught:
-            read_constraints(path)
-        assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(
-    "text",
-    [DEEP, NESTED, f'{{"words": [{NESTED}]}}', '{"words": ["\\ud800"]}', '{"words": ["a", "a"]}', '{"words": [1]}',
-     f'{{"words": [], "tokenizer": {NESTED}}}', '{"words": "PAD"}'],
-)  # fmt: skip
-def test_hostile_vocabularies_are_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "vocabulary.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="vocabulary") as caught:
-        Vocabulary.load(path)
-    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

@@ -112,31 +112,6 @@ def test_rows_of_nothing_and_text_that_repeats_are_limited(tmp_path: Path) -> No
             locations(path)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dictionary": False, "data_page_version": "2.0"}])
-def test_damaged_files_end_in_a_sentence_or_an_error_of_the_image(tmp_path: Path, options: dict[str, Any]) -> None:
-    random_, data, path = random.Random(2), written(**options), tmp_path / "a.parquet"
-    path.write_bytes(data)
-    images, num_failed, num_refused = locations(path), 0, 0
-    for _ in range(40):
-        damaged = bytearray(data)
-        for _ in range(3):
-            damaged[random_.randrange(len(data))] = random_.randrange(256)
-        path.write_bytes(damaged)
-        forget_row_groups()
-        for image in images[::15]:
-            try:
-                assert len(image.read_bytes()) <= 10_000
-            except OSError:
-                num_failed += 1
-        try:
-            table = ParquetFile(io.BytesIO(damaged), "a.parquet")
-            list(table.rows(["text"]))
-        except UserError as error:
-            assert str(error).startswith("a.parquet ")
-            num_refused += 1
-    assert num_failed > 5 and num_refused > 5
-
-
 def test_a_location_that_does_not_fit_its_file_is_an_error_of_the_image(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(written())
