@@ -28,7 +28,17 @@ GROUPS = f"space={{{G}: [[4], [0]]}}"
         (["extract", "run.yaml", "--set", "backbone.weights=/nowhere"], "backbone.weights: /nowhere does not exist"),
         (["evaluate", "run.yaml"], "run demo is not finished in"),
         (["evaluate", "run.yaml", "--stage", "nothing"], "--stage nothing: the configuration has the stages"),
+        (["evaluate", "run.yaml", "--out", "/proc/x"], "--out: /proc/x cannot be written"),
+        (["evaluate", "run.yaml", "--ensemble"], "--ensemble joins the models of several seeds; give --seeds"),
+        (
+            ["evaluate", "run.yaml", "--seeds", "2", "--stage", "xe_frozen"],
+            "stage xe_frozen of run demo is not finished",
+        ),
+        (["evaluate", "run.yaml", "--seeds", "3", "--model", "a", "--model", "b"], "--seeds 3: 2 bundles are given"),
+        (["check", "run.yaml", "--json", "nowhere/x.json"], "--json"),
         (["check", "run.yaml", "--set", "data.val_split=dev"], "data names the split 'dev'"),
+        (["run", "search.yaml"], "is missing; this configuration is for `raycap tune`"),
+        (["tune", "run.yaml"], "is missing; this configuration is for `raycap run`"),
         (["retrain", "run.yaml", "--set", "init_from=/nowhere"], "init_from: /nowhere is not a model bundle"),
         (
             ["tune", "search.yaml", "--set", GROUPS],

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +14,8 @@ import pytest
 from raycap.pipeline.evaluation.results import SplitScores
 from raycap.pipeline.storage.lease import Lease
 from raycap.pipeline.storage.path import StoragePath
-from tests.conftest import ROOT
 from tests.support.champion_check import errors_of
 from tests.support.retrain_world import ON_DISK_AND_S3, Colors, World, first, sound
-
-STEPS = ("step 1/5", "step 2/5", "step 3/5", "step 4/5", "step 5/5")
 
 
 @ON_DISK_AND_S3
@@ -201,20 +195,3 @@ def test_a_process_suspended_between_check_and_write_is_fenced_out(
     code, said = world.call(Late())
     assert code == 1 and "has been written since; nothing was changed" in said, said
     sound(world, 1)
-
-
-def test_a_process_killed_at_each_step_and_called_again(world: World) -> None:
-    """A process is killed with kill -9 at each step in turn; each call follows a killed one."""
-    first(world)
-    world.section["lease_seconds"] = 1
-    world.add("train", 20, range(3, 8))
-    for step in STEPS:
-        command = [sys.executable, "-m", "tests.support.retrain_world", str(world.path()), step]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == -signal.SIGKILL and step in done.stdout, done.stderr
-        sound(world, 1)
-        time.sleep(1.1)  # until the lease has expired
-    code, said = world.call()
-    assert code == 0 and "decision  promoted" in said, said
-    sound(world, 2)
-    assert not world.store.orphans(world.store.read())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import yaml
 
 from raycap.jobs.cli import main
 from raycap.jobs.evaluate import evaluate
-from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.context import LocalContext
 from raycap.pipeline.training.loop import StageJob, train_stages
 from tests.conftest import colors_config, small_config
@@ -95,17 +93,3 @@ def test_the_bundles_of_several_seeds_are_scored_one_by_one_or_as_an_ensemble(
     assert evaluate(config, models=bundles, out=str(tmp_path / "models")) == 0
     ensemble, plain = (json.loads((tmp_path / name / "scores.json").read_text()) for name in ("ensemble", "models"))
     assert ensemble == plain
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"seeds": 3, "models": ["a", "b"]}, "--seeds 3: 2 bundles are given"),
-        ({"seeds": 2, "stage": "xe_frozen"}, "stage xe_frozen of run demo is not finished"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    config = write_config(tmp_path / "run.yaml", colors_config(tmp_path))
-    with pytest.raises(UserError, match=words):
-        evaluate(config, **options, out=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()

@@ -1,18 +1,11 @@
-"""A retraining without Ray and torch: colored images, and a "model" that stores one caption per color.
-
-python -m tests.support.retrain_world CONFIG TEXT    `raycap retrain` with it; the first log line that starts with TEXT
-kills the process (SIGKILL)
-"""
+"""A retraining without Ray and torch: colored images, and a "model" that stores one caption per color."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-import os
 import shutil
-import signal
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +15,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from raycap.pipeline.config.load import load_config, parse_config
+from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.evaluation.captioning.bundle import bundle_digests, fetched
@@ -196,19 +189,3 @@ def scored(captions: Mapping[int, str], part: Dataset, config: RunConfig) -> Spl
     """CIDEr-D of these captions of the held-out images."""
     images = {image: ImageCaption((RankedCaption(text, 0.0),)) for image, text in captions.items()}
     return SplitScores(HELD_OUT, images, scores=caption_scores(captions, part, ("CIDEr-D",), config))
-
-
-def main() -> int:
-    path, last_line = sys.argv[1:]
-
-    def act(text: str) -> None:
-        print(text, flush=True)
-        if text.startswith(last_line):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with on_message(act):
-        return retrain(load_config(Path(path)), Colors())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Output folders that options name are checked before a command works for them, and kinds of configurations."""
+"""Output folders that options name are checked before a command works for them."""
 
 from __future__ import annotations
 
@@ -37,25 +37,3 @@ def test_an_output_on_s3_is_tried_before_a_command_works(s3: str, capsys: pytest
         options = ["--set", f"storage.endpoint_url={address}", "--set", "storage.retry_minutes=0"]
         assert main(["evaluate", demo, *options, "--out", "s3://data/out"]) == 2
         assert "--out s3://data/out cannot be written" in capsys.readouterr().err
-
-
-def test_commands_refuse_their_output_before_they_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    demo = str(ROOT / "raycap" / "configs" / "demo.yaml")
-    assert main(["check", demo, "--json", str(tmp_path / "nowhere" / "x.json")]) == 2
-    assert "--json" in capsys.readouterr().err
-    assert main(["evaluate", demo, "--out", "/proc/x"]) == 2
-    assert "--out: /proc/x cannot be written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "config", "text"),
-    [
-        ("run", "search_demo", "`raycap tune`"),
-        ("tune", "demo", "`raycap run`"),
-    ],
-)
-def test_a_configuration_of_another_command_is_named(
-    command: str, config: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, str(ROOT / "raycap" / "configs" / f"{config}.yaml")]) == 2
-    assert f"is missing; this configuration is for {text}" in capsys.readouterr().err
