@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import unicodedata
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import pyarrow as pa
@@ -15,8 +18,7 @@ from raycap.models.config import Values
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.images import unusable
-from raycap.pipeline.data.language.caption_problems import CaptionProblems
-from raycap.pipeline.data.language.tokenizers import SUBWORD, caption_words
+from raycap.pipeline.data.language.tokenizers import SUBWORD, caption_words, clusters, is_without_spaces
 from raycap.pipeline.data.reading import build_vocabulary, data_root, read_annotations, require_splits, snapshot_of
 from raycap.pipeline.data.vocabulary import Vocabulary
 from raycap.pipeline.errors import UserError
@@ -30,6 +32,7 @@ MAX_WORDS = 60  # Longer captions get a warning, because even COCO's longest cap
 MIN_IMAGES_FOR_CIDER = 200  # Smaller splits get a warning: a mean CIDEr-D of 1.0 then has a standard error above 0.06.
 IMAGES_AT_A_TIME = 10_000  # images queued for decoding. The limit bounds the memory, because each image takes 2 kB.
 MAX_UNKNOWN = 0.05  # If the vocabulary lacks a larger fraction of the words of validation captions, `check` warns.
+NORMALIZING = ("unicode", "characters", "subword")  # tokenizers that give the same words for all normal forms of a text
 MAX_EXAMPLES = 3  # A finding names at most this many images.
 
 
@@ -129,6 +132,68 @@ def _check_captions(result: Findings, dataset: Dataset, problems: list[str], tok
     if single_caption_splits:
         splits = ", ".join(single_caption_splits)
         result.warn(f"one caption per image in {splits}: CIDEr-D is reliable only with several")
+
+
+@dataclass
+class CaptionProblems:
+    """The captions that a tokenizer of `TOKENIZERS` splits badly."""
+
+    tokenizer: str
+    total: int = 0
+    one_word: list[str] = field(default_factory=list)
+    unsplit: int = 0  # captions of one word in a script without spaces between words
+    cut: list[str] = field(default_factory=list)  # captions in which letters are split from their marks
+    composed: list[str] = field(default_factory=list)  # captions that are in NFC, but not in NFD
+    decomposed: list[str] = field(default_factory=list)  # captions that are not in NFC
+    without_spaces: int = 0  # captions with a letter of a script without spaces between words
+
+    def add(self, caption: str, words: Sequence[str]) -> None:
+        """Checks a caption and the words that the tokenizer made of it."""
+        self.total += 1
+        if len(words) == 1:
+            self.one_word.append(caption)
+            self.unsplit += is_without_spaces(caption)
+        if caption.isascii():
+            return
+        self.without_spaces += is_without_spaces(caption)
+        if cuts_letters(caption, words):
+            self.cut.append(caption)
+        if not unicodedata.is_normalized("NFC", caption):
+            self.decomposed.append(caption)
+        elif not unicodedata.is_normalized("NFD", caption):
+            self.composed.append(caption)
+
+    @property
+    def suggestion(self) -> str:
+        """The value of `data.tokenizer` that fits the scripts of the captions."""
+        return "characters" if 2 * self.without_spaces > self.total else "unicode"
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each kind of problem."""
+        remedy = f"set data.tokenizer to {self.suggestion}" if self.suggestion != self.tokenizer else "look at them"
+        key = f"data.tokenizer = {self.tokenizer}"
+        if self.one_word:
+            counted = "1 caption is" if len(self.one_word) == 1 else f"{len(self.one_word)} captions are"
+            one_remedy = remedy if self.unsplit else "look at them"
+            yield f"{counted} one word for {key}, such as {quoted(self.one_word[0])}; {one_remedy}"
+        if self.cut:
+            problem = f"splits letters from their marks in {len(self.cut)} captions"
+            yield f"{key} {problem}, such as {quoted(self.cut[0])}; {remedy}"
+        if self.composed and self.decomposed and self.tokenizer not in NORMALIZING:
+            yield (
+                f"{len(self.decomposed)} captions are not in the normal form NFC, such as {quoted(self.decomposed[0])}"
+                f", and {len(self.composed)} are, such as {quoted(self.composed[0])}: equal words count as different; "
+                f"{remedy}"
+            )
+
+
+def cuts_letters(caption: str, words: Sequence[str]) -> bool:
+    """True if the tokenizer split a grapheme cluster, such as a letter and its vowel sign, into two words."""
+    text = caption.lower()
+    return any(
+        len(clusters(left + right)) < len(clusters(left)) + len(clusters(right)) and left + right in text
+        for left, right in pairwise(words)
+    )
 
 
 def _check_tokenizer(result: Findings, dataset: Dataset, tokenizer: str) -> str:

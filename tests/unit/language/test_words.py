@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.tokenizers.tokenizer_zh import TokenizerZh
 
-from raycap.pipeline.data.language.caption_problems import CaptionProblems, cuts_letters
 from raycap.pipeline.data.language.tokenizers import (
     TOKENIZERS,
     characters,
@@ -22,6 +21,7 @@ from raycap.pipeline.data.language.tokenizers import (
     unicode_words,
 )
 from raycap.pipeline.data.vocabulary import Vocabulary
+from raycap.pipeline.runs.check import CaptionProblems, cuts_letters
 from raycap.pipeline.runtime.names import quoted
 from tests.support.scripts import CAPTIONS, WITHOUT_SPACES
 
