@@ -103,4 +103,4 @@ def test_images_are_fetched_once_and_checked_by_digest(
     assert len(reads) == 6 + 12, "cached, and not cached"
     StoragePath("s3://data/epochs/images/1.png", options).write_bytes((local / "images" / "0.png").read_bytes())
     with pytest.raises(StorageError, match="1.png: its content does not have the recorded digest"):
-        images.load(np.arange(6))
+        images.load(np.array([1]))  # alone, so that no thread asks for others after the server has ended
