@@ -15,9 +15,12 @@ import pytest
 import yaml
 
 from raycap.jobs.serve import deployments
+from raycap.pipeline.config.load import load_config
+from raycap.pipeline.search.spec import load_search
 from raycap.pipeline.serving.address import TOKEN_VARIABLE, ServeArguments
 from raycap.pipeline.storage.cache import SIZE_VARIABLE
 from tests.conftest import ROOT
+from tests.support.checkout import own
 from tests.support.command_line import parse
 
 INFRA = ROOT / "infra"
@@ -28,6 +31,7 @@ NO_SECRETS = (
 )  # fmt: skip
 DEFINITIONS = {"RayCluster": "rayclusters", "RayJob": "rayjobs", "RayCronJob": "raycronjobs"}
 SERVICE = INFRA / "kubernetes" / "rayservice.yaml"
+CONFIGS = own((ROOT / "raycap" / "configs").glob("*.yaml"))
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -126,6 +130,18 @@ def test_the_ray_manifests_describe_one_cluster_of_rays_version() -> None:
     first, *others = [without_serving(document) for document in ray_manifests()]
     assert len(others) == 3 and all(other == first for other in others)
     assert first["rayVersion"] == importlib.metadata.version("ray") and first["authOptions"]["mode"] == "token"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_a_worker_of_every_shipped_configuration_fits_a_node(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA", "COCO", "SWIN", "REGIONS", "GLOVE", "CLASSES"):
+        monkeypatch.setenv(f"RAYCAP_{name}", "/somewhere")
+    is_search = path.name.startswith("search_")
+    worker = load_search(path).bundle if is_search else load_config(path).workers.resources_of_worker
+    limits = worker_container(documents(INFRA / "kubernetes" / "raycluster.yaml")[0])["resources"]["limits"]
+    aws = documents(INFRA / "ray-cluster-aws.yaml")[0]["available_node_types"]["spot_gpu"]["resources"]
+    for node in ({"CPU": limits["cpu"], "GPU": limits["nvidia.com/gpu"]}, aws):
+        assert all(amount <= float(node[name]) for name, amount in worker.items())
 
 
 def without_serving(document: dict[str, Any]) -> dict[str, Any]:
