@@ -132,6 +132,12 @@ def test_the_ray_manifests_describe_one_cluster_of_rays_version() -> None:
     assert first["rayVersion"] == importlib.metadata.version("ray") and first["authOptions"]["mode"] == "token"
 
 
+def test_the_ray_manifests_have_different_names() -> None:
+    """KubeRay names the head's service after them, and points the service of two at one of their heads."""
+    names = [document["metadata"]["name"] for document in ray_manifests() if "name" in document["metadata"]]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_worker_of_every_shipped_configuration_fits_a_node(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DATA", "COCO", "SWIN", "REGIONS", "GLOVE", "CLASSES"):
