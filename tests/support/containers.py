@@ -10,6 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,13 +77,16 @@ class Containers:
 
     def submit(self, *words: str, meanwhile: Callable[[Path], object] | None = None) -> tuple[int, str]:
         """The exit code and the output of `raycap submit WORDS`. meanwhile: called with the log while it runs."""
+        started = time.monotonic()
         program, log = self.start("submit", *words, "--address", DASHBOARD)
         try:
             if meanwhile is not None:
                 meanwhile(log)
-            return program.wait(TIMEOUT_S), log.read_text()
+            code = program.wait(TIMEOUT_S)
         finally:
             program.kill()
+        print(f"submit {words[0]}: exit code {code} after {time.monotonic() - started:.0f} s", flush=True)
+        return code, log.read_text()
 
     def write(self, name: str, values: dict[str, Any]) -> str:
         (self.folder / name).write_text(yaml.safe_dump(values))
