@@ -106,7 +106,7 @@ def test_commands(cluster: Containers, undisturbed: list[list[str]], monkeypatch
             time.sleep(5)
     else:
         raise AssertionError("the server did not answer")
-    cluster.compose("exec", "head", "pkill", "-f", "raycap serve")
+    cluster.compose("exec", "head", "serve", "shutdown", "--yes", "--address", "http://127.0.0.1:8265")
 
 
 def kill_a_worker(cluster: Containers) -> None:
