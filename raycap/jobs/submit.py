@@ -416,6 +416,11 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
                 if info.status.is_terminal():
                     return info
         except (OSError, RuntimeError, aiohttp.ClientError) as error:
+            if "status code 404" in str(error):  # as Ray's client words it
+                raise JobFailedError(
+                    f"the cluster no longer has the job {job_id}, because its head was restarted; the same command "
+                    "submits it again, and it continues"
+                ) from error
             if unreachable_since is None:
                 unreachable_since = time.monotonic()
                 logger.warning(f"the connection was lost ({one_line(error)}); the job continues, trying again")

@@ -56,6 +56,12 @@ def test_a_cluster_out_of_reach_for_too_long_is_given_up(stub: Stub, monkeypatch
         follow(client, "job-1")
 
 
+def test_a_job_that_a_restarted_head_has_forgotten_ends_at_once(stub: Stub) -> None:
+    stub.is_forgetful = True
+    with pytest.raises(JobFailedError, match="no longer has the job job-1"):
+        follow(JobSubmissionClient(stub.address), "job-1")
+
+
 def test_a_submission_names_the_command_and_the_configuration(
     stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

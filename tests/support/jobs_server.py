@@ -25,7 +25,7 @@ class Stub:
         self.pending = 1  # answers before the job is running
         self.submitted: list[dict[str, Any]] = []
         self.received: list[tuple[str, str | None, bytes]] = []  # request, token, body
-        self.endless = False
+        self.endless = self.is_forgetful = False
         self.address = ""
 
     def application(self) -> web.Application:
@@ -56,6 +56,8 @@ class Stub:
         return web.json_response({"job_id": "01000000", "submission_id": body["submission_id"]})
 
     async def job(self, request: web.Request) -> web.Response:
+        if self.is_forgetful:
+            return web.Response(status=404, text="Job job-1 does not exist")
         if self.pending > 0:
             self.pending -= 1
             return web.json_response(JOB | {"status": "PENDING", "message": "waiting for a node"})
