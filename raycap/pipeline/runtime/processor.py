@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +87,18 @@ def memory_mb(device: torch.device) -> float:
     import psutil
 
     return psutil.Process().memory_info().rss / 2**20
+
+
+def free_memory_mb() -> float:
+    """The free memory in MB of the machine or of the container (cgroup version 2), whichever is less."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    # Errors mean that there is no limit: the file is missing without cgroup version 2, and "max" is not a number.
+    with suppress(OSError, ValueError):
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(free, 0) / 2**20
 
 
 @contextmanager

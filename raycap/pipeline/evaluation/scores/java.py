@@ -22,10 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
-
 from raycap.pipeline.errors import UnavailableError
 from raycap.pipeline.runtime.names import one_line
+from raycap.pipeline.runtime.processor import free_memory_mb
 from raycap.pipeline.storage.atomic import write_bytes
 from raycap.pipeline.storage.path import cache_folder
 
@@ -221,16 +220,6 @@ def java_command(heap_mb: tuple[int, int], *options: str) -> list[str]:
     heap = int(min(largest, max(smallest, free / 2)))
     # The encoding is set, because its default depends on the locale before Java 18.
     return [java, f"-Xmx{heap}m", "-Dfile.encoding=UTF-8", *options]
-
-
-def free_memory_mb() -> float:
-    """The free memory in MB of the machine or of the container (cgroup version 2), whichever is less."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    # Errors mean that there is no limit: the file is missing without cgroup version 2, and "max" is not a number.
-    with contextlib.suppress(OSError, ValueError):
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(free, 0) / 2**20
 
 
 def _with_java(command: list[str], folder: Path, use: Callable[[subprocess.Popen[str]], T], deadline_s: float) -> T:
