@@ -11,12 +11,12 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import IO, Annotated, Any, TypeVar, cast
 
 import numpy as np
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Request, UploadFile
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -32,6 +32,7 @@ from raycap.pipeline.data.image_sources import load_image
 from raycap.pipeline.data.images import BadImage, OversizedError, UnknownFormatError
 from raycap.pipeline.evaluation.results import Explanation, ImageCaption
 from raycap.pipeline.runtime.names import one_line, quoted, shown
+from raycap.pipeline.runtime.processor import free_memory_mb
 from raycap.pipeline.runtime.secrets import without_secrets
 from raycap.pipeline.serving.address import LOOPBACK_HOSTS, Limits, ServeArguments
 from raycap.pipeline.serving.host import FAILED, Answer, ImageJob, Made, RefusedError, Search
@@ -42,6 +43,7 @@ CLIENT_LEFT = 499  # the status that is counted for a client that has disconnect
 MAX_CAPTION = 1000  # characters of a caption to explain
 MAX_FIELDS, MAX_FIELD_BYTES = 20, 10_000  # of a body, without its files
 MAX_ATTEMPTS = 3  # for a request whose model is being replaced
+BODIES_SHARE = 1 / 8  # of the free memory for bodies, because each byte may be in Ray's and this process up to 4 times
 DECODERS = 2  # images decoded at the same time; few, because each may need 8 bytes per pixel
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -57,9 +59,9 @@ Captioners = Callable[..., Awaitable[Any]]
 
 
 class RequestForm(BaseModel, extra="forbid"):
-    """The fields of all requests. images: the contents of image files."""
+    """The fields of all requests."""
 
-    images: list[bytes] = []
+    images: list[UploadFile] = []
     model: str | None = Field(None, max_length=64, description="The model's name; by default the server's first model.")
 
 
@@ -134,8 +136,9 @@ def described_body(form: type[RequestForm]) -> dict[str, object]:
     return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
 
 
-async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
-    """Reads the form in a multipart body. Fields with files may have any name.
+@asynccontextmanager
+async def read_form(request: Request, form: type[Form], limits: Limits) -> AsyncIterator[Form]:
+    """Reads the form in a multipart body, whose files are open within the context. Fields with files may have any name.
 
     Raises RefusedError if the body has another type, does not fit the form, has more than `body_bytes` bytes (its rest
     is not read), or takes longer than `body_s`. Raises Starlette's HTTPException if the multipart parser refuses it.
@@ -157,24 +160,26 @@ async def read_form(request: Request, form: type[Form], limits: Limits) -> Form:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise RefusedError(415, f"Content-Type is {shown(content_type)}; send image files as multipart/form-data")
-    try:
-        async with asyncio.timeout(limits.body_s):
-            sizes = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
-            async with limited.form(max_files=limits.images, **sizes) as parts:
-                values = [value for _, value in parts.multi_items() if not isinstance(value, str)]
-                images = [await value.read() for value in values]
-                fields = {name: value for name, value in parts.items() if isinstance(value, str)}
-            return form.model_validate(fields | {"images": images})
-    except TimeoutError:
-        raise RefusedError(408, f"the request did not arrive within {limits.body_s:g} s") from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            problem = f"there is no such field; the fields are {', '.join(form.model_fields)}"
-        else:
-            problem = shown(first["msg"])
-        raise RefusedError(422, f"{shown(place)}: {problem}") from None
+    async with AsyncExitStack() as context:
+        context.push_async_callback(limited.close)
+        try:
+            async with asyncio.timeout(limits.body_s):
+                sizes = {"max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+                parts = await limited.form(max_files=limits.images, **sizes)
+            images = [value for _, value in parts.multi_items() if not isinstance(value, str)]
+            fields = {name: value for name, value in parts.items() if isinstance(value, str)}
+            found = form.model_validate(fields | {"images": images})
+        except TimeoutError:
+            raise RefusedError(408, f"the request did not arrive within {limits.body_s:g} s") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                problem = f"there is no such field; the fields are {', '.join(form.model_fields)}"
+            else:
+                problem = shown(first["msg"])
+            raise RefusedError(422, f"{shown(place)}: {problem}") from None
+        yield found
 
 
 class Metrics:
@@ -196,8 +201,8 @@ class Metrics:
 class ServedModels:
     """The models of a server by the names that clients choose. The first model is the default.
 
-    Images of all requests are decoded and resized a few at a time, because the decoded images of a whole request may
-    not fit into memory.
+    Images of all requests are read, decoded and resized a few at a time, because all images of a request may not fit
+    into memory. The files of larger images are on the disk meanwhile.
     """
 
     def __init__(self, captioners: Mapping[str, Captioners], metrics: Metrics, max_pixels: int) -> None:
@@ -220,7 +225,7 @@ class ServedModels:
         description, self._transforms[model] = await self.captioners[model]("describe")
         return {"name": model} | description
 
-    async def caption(self, model: str, images: Sequence[bytes], search: Search) -> list[Made]:
+    async def caption(self, model: str, images: Sequence[IO[bytes]], search: Search) -> list[Made]:
         """Captions image files. All captions come from the same bundle. Raises RefusedError if the request fails."""
         made = await self._answers(model, images, search, "caption")
         for each in made:
@@ -229,12 +234,12 @@ class ServedModels:
         self.metrics.images.labels(model).inc(len(made))
         return made
 
-    async def explain(self, model: str, image: bytes, caption: str | None, head: int | None) -> Made:
+    async def explain(self, model: str, image: IO[bytes], caption: str | None, head: int | None) -> Made:
         """The model's attention to an image for each word of a caption. Raises RefusedError if the request fails."""
         return (await self._answers(model, [image], Search(), "explain", caption, head))[0]
 
     async def _answers(
-        self, model: str, images: Sequence[bytes], search: Search, method: str, *arguments: object
+        self, model: str, images: Sequence[IO[bytes]], search: Search, method: str, *arguments: object
     ) -> list[Made]:
         """Calls a method for images. If the model was replaced meanwhile, calls it again for all images."""
         loop = asyncio.get_running_loop()
@@ -257,23 +262,25 @@ class ServedModels:
             self._transforms.pop(model, None)  # the new model may have another transform
         raise RefusedError(503, "the model is being replaced; try again", 1)
 
-    def _resized(self, image: bytes, number: int, transform: ImageTransform) -> np.ndarray:
+    def _resized(self, image: IO[bytes], number: int, transform: ImageTransform) -> np.ndarray:
         """Decodes and resizes an image file to (H, W, 3) uint8. Raises RefusedError, which names the index `number`."""
+        image.seek(0)
         try:
-            return transform.resize(load_image(image, self.max_pixels))
+            return transform.resize(load_image(image.read(), self.max_pixels))
         except BadImage as error:
             statuses: dict[type, int] = {OversizedError: 413, UnknownFormatError: 415}
             raise RefusedError(statuses.get(type(error), 422), f"image {number}: {error}") from None
 
 
 class Server:
-    """The functions that answer requests, and their shared state: models, metrics and the queue."""
+    """The functions that answer requests, and their shared state: models, metrics, the queue and its bodies' memory."""
 
     def __init__(self, captioners: Mapping[str, Captioners], arguments: ServeArguments, token: str | None) -> None:
         self.limits, self.token = arguments.limits, token
         self.metrics = Metrics()
         self.models = ServedModels(captioners, self.metrics, self.limits.pixels)
         self.turns = asyncio.Semaphore(self.limits.queue)
+        self.free_bytes = self.most_bytes = int(free_memory_mb() * 2**20 * BODIES_SHARE)
 
     async def admit(self, request: Request, credentials: Credentials) -> None:
         """Raises RefusedError if a request has no access.
@@ -291,22 +298,33 @@ class Server:
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             raise RefusedError(401, "the header Authorization needs Bearer and the server's token")
 
-    async def take_turn(self) -> AsyncIterator[None]:
-        """Counts a request as in progress until it has ended. Raises RefusedError if too many are in progress."""
+    async def take_turn(self, request: Request) -> AsyncIterator[None]:
+        """Counts a request as in progress until it has ended.
+
+        Raises RefusedError if too many are in progress, or if their bodies may need too much memory. The size of a body
+        is the one that its client declares. A single request is never too much.
+        """
         if self.turns.locked():
             raise RefusedError(429, f"the server works on {self.limits.queue} requests; try again later", 1)
-        async with self.turns:
-            with self.metrics.in_progress.track_inprogress():
-                yield
+        length = request.headers.get("content-length", "")
+        size = min(int(length) if length.isdecimal() else self.limits.body_bytes, self.limits.body_bytes)
+        if size > self.free_bytes < self.most_bytes:
+            raise RefusedError(503, "the server has no memory for further bodies of this size; try again later", 1)
+        self.free_bytes -= size
+        try:
+            async with self.turns:
+                with self.metrics.in_progress.track_inprogress():
+                    yield
+        finally:
+            self.free_bytes += size
 
     async def caption(self, request: Request) -> CaptionAnswer:
         """Captions images."""
-        form = await read_form(request, CaptionForm, self.limits)
-        for name in ("beam_size", "num_results"):
-            value, most = getattr(form, name), getattr(self.limits, name)
-            if value is not None and value > most:
-                raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
-        async with _deadline(self.limits.answer_s):
+        async with read_form(request, CaptionForm, self.limits) as form, _deadline(self.limits.answer_s):
+            for name in ("beam_size", "num_results"):
+                value, most = getattr(form, name), getattr(self.limits, name)
+                if value is not None and value > most:
+                    raise RefusedError(422, f"{name} is {value}; this server allows up to {most}")
             model, images = self.models.choose(form.model), self._images(form)
             made = await self.models.caption(model, images, Search(form.beam_size, form.num_results, form.max_length))
         captions = [CaptionEntry.model_validate(cast("ImageCaption", each.result).to_json()) for each in made]
@@ -314,8 +332,7 @@ class Server:
 
     async def explain(self, request: Request) -> ExplainAnswer:
         """Explains the words of an image's caption."""
-        form = await read_form(request, ExplainForm, self.limits)
-        async with _deadline(self.limits.answer_s):
+        async with read_form(request, ExplainForm, self.limits) as form, _deadline(self.limits.answer_s):
             model, images = self.models.choose(form.model), self._images(form)
             if len(images) != 1:
                 raise RefusedError(422, f"the request has {len(images)} images; send one to explain")
@@ -334,14 +351,14 @@ class Server:
         async with _deadline(self.limits.answer_s):
             return ModelsAnswer(default=self.models.default, models=await self.models.describe())
 
-    def _images(self, form: RequestForm) -> list[bytes]:
+    def _images(self, form: RequestForm) -> list[IO[bytes]]:
         """The image files of a request. Raises RefusedError if there are none, or one is too large."""
         if not form.images:
             raise RefusedError(422, "the request has no image file; send one or more, as curl -F images=@FILE does")
-        for number, data in enumerate(form.images):
-            if len(data) > self.limits.image_bytes:
-                raise RefusedError(413, f"image {number} has {len(data)} bytes, more than {self.limits.image_bytes}")
-        return form.images
+        for number, image in enumerate(form.images):
+            if (size := image.size or 0) > self.limits.image_bytes:
+                raise RefusedError(413, f"image {number} has {size} bytes, more than {self.limits.image_bytes}")
+        return [image.file for image in form.images]
 
     async def observe(self, request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
         """Answers a request, and counts the answer and its time. A failure is logged and answered with one sentence."""

@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -182,35 +183,52 @@ def test_a_body_without_end_or_that_comes_slowly_is_refused(captioners: LocalCap
     assert ask(Limits(body_s=0.05), 0.02) == 408
 
 
-def test_a_late_answer_and_a_full_queue_are_refused(bundle: Path, names: list[str]) -> None:
+def test_a_late_answer_is_refused(bundle: Path, names: list[str]) -> None:
     captioners = LocalCaptioners(host_of(bundle))
     with local_client({"main": captioners}, limits=Limits(answer_s=0.2)) as client:
         captioners.wait = asyncio.Event()  # which nobody sets
         answer = client.post("/caption", files=as_files(names[0]))
         assert answer.status_code == 503 and answer.json()["error"].startswith("there was no answer within 0.2 s")
         assert answer.headers["retry-after"] == "5"
-    with local_client({"main": captioners}, limits=Limits(answer_s=30, queue=2)) as client:
-        statuses: list[int] = []
-        threads = [
-            threading.Thread(
-                target=lambda: statuses.append(client.post("/caption", files=as_files(names[0])).status_code)
-            )
-            for _ in range(2)
-        ]
-        before = captioners.num_jobs
-        event = captioners.wait = asyncio.Event()
-        for thread in threads:
-            thread.start()
-        while captioners.num_jobs < before + 2:
-            time.sleep(0.01)
-        answer = client.post("/caption", files=as_files(names[0]))
-        assert answer.status_code == 429 and "works on 2 requests" in answer.json()["error"]
-        assert "raycap_requests_in_progress 2.0" in client.get("/metrics").text
-        client.portal.call(event.set)  # type: ignore[union-attr]
-        for thread in threads:
-            thread.join()
-        assert statuses == [200, 200]
-        captioners.wait = None
+
+
+@contextmanager
+def requests_in_progress(client: TestClient, captioners: LocalCaptioners, name: str, count: int) -> Iterator[None]:
+    """Within the context, this number of requests is in progress. At its end, they are answered."""
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(client.post("/caption", files=as_files(name)).status_code))
+        for _ in range(count)
+    ]
+    before = captioners.num_jobs
+    event = captioners.wait = asyncio.Event()
+    for thread in threads:
+        thread.start()
+    while captioners.num_jobs < before + count:
+        time.sleep(0.01)
+    yield
+    client.portal.call(event.set)  # type: ignore[union-attr]
+    for thread in threads:
+        thread.join()
+    captioners.wait = None
+    assert statuses == [200] * count
+
+
+@pytest.mark.parametrize(
+    ("count", "memory_mb", "status", "sentence"),
+    [(2, 1e6, 429, "works on 2 requests"), (1, 0, 503, "no memory for further bodies")],
+)
+def test_too_many_requests_and_bodies_are_refused(
+    captioners: LocalCaptioners, names: list[str], monkeypatch: pytest.MonkeyPatch,
+    count: int, memory_mb: float, status: int, sentence: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("raycap.pipeline.serving.app.free_memory_mb", lambda: memory_mb)
+    with local_client({"main": captioners}, limits=Limits(queue=2)) as client:
+        with requests_in_progress(client, captioners, names[0], count):
+            answer = client.post("/caption", files=as_files(names[0]))
+            assert answer.status_code == status and sentence in answer.json()["error"]
+            assert answer.headers["retry-after"] == "1"
+            assert f"raycap_requests_in_progress {count}.0" in client.get("/metrics").text
         assert client.post("/caption", files=as_files(names[0])).status_code == 200
 
 

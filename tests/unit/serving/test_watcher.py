@@ -8,7 +8,7 @@ import shutil
 import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -39,8 +39,8 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [with_confidence(make_bundle(folder / str(seed), seed=seed)) for seed in range(2)]
 
 
-def files_of(*names: str) -> list[bytes]:
-    return [Path(name).read_bytes() for name in names]
+def files_of(*names: str) -> list[BinaryIO]:
+    return [Path(name).open("rb") for name in names]
 
 
 def test_a_new_champion_takes_over_and_a_damaged_one_does_not(
