@@ -73,7 +73,7 @@ def bench_serve(
             points = " ".join(f"{1000 * value:8.0f}" for value in np.percentile(seconds, PERCENTILES))
             print(f"{count:>7} {rate:>11.1f} {points}  {mean:.1f}", flush=True)
     finally:
-        deployments.stop(is_local=is_local)
+        deployments.stop()
 
 
 def _run(address: str, files: Sequence[bytes], requests: int, clients: int) -> list[float]:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -68,7 +69,7 @@ def served(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     found = Served(tmp_path_factory.mktemp("served"))
     deployments.start(found.arguments, named_models(found.arguments), "127.0.0.1", found.port, is_local=True)
     yield found
-    deployments.stop(is_local=False)
+    deployments.stop()
 
 
 def test_captions_are_those_of_the_api_the_command_and_the_pyfunc_model(
@@ -198,7 +199,11 @@ def test_limits_hold_through_the_proxy(served: Served) -> None:
 
 
 @pytest.mark.proof
-def test_the_command_listens_on_the_loopback_and_ends_with_ctrl_c(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_the_command_listens_on_the_loopback_and_ends_with_a_signal(
+    served: Served, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """A shell starts the command in the background, where Ctrl-C is ignored. It answers all requests before its end."""
     left_out = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE", "RAYCAP_SERVE_TOKEN")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -206,7 +211,15 @@ def test_the_command_listens_on_the_loopback_and_ends_with_ctrl_c(served: Served
     command = [sys.executable, "-m", "raycap", "serve", "--model", str(served.bundles[0]), "--port", str(port)]
     log = tmp_path / "log"
     with log.open("w") as file:
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
+    statuses: list[int] = []
+
+    def ask() -> None:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client, suppress(httpx2.TransportError):
+            while True:  # until the server does not listen
+                statuses.append(client.post("/caption", files=as_files(*served.names)).status_code)
+
     try:
         deadline = time.monotonic() + 240
         while f"http://127.0.0.1:{port} (without a token); Ctrl-C stops it" not in log.read_text():
@@ -225,9 +238,15 @@ def test_the_command_listens_on_the_loopback_and_ends_with_ctrl_c(served: Served
                     address = each.laddr.ip.removeprefix("::ffff:")
                     assert address in ("127.0.0.1", "::1"), (child.cmdline(), each)
         assert "ServeReplica" in names and "ProxyActor" in names
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 130
-        assert log.read_text().splitlines()[-1].startswith("raycap: stopped")
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(ask) for _ in range(4)]
+            while len(statuses) < 8:
+                assert not any(each.done() for each in asked)
+                time.sleep(0.1)
+            process.send_signal(number)
+            assert process.wait(240) == code
+        assert set(statuses) == {200, 503}, statuses
+        assert log.read_text().splitlines()[-1] == "the server has stopped"
         assert "Traceback" not in log.read_text()
         _, alive = psutil.wait_procs(children, 30)
         assert not alive

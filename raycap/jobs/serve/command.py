@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from typing import Annotated, Literal
 
@@ -13,7 +14,7 @@ from raycap.pipeline.cluster.start import check_address, cluster_address, connec
 from raycap.pipeline.config.load import parse_section
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import shown
-from raycap.pipeline.runtime.stopping import exit_code
+from raycap.pipeline.runtime.stopping import exit_code, handle_signals
 from raycap.pipeline.serving.address import LOOPBACK_HOSTS, ServeArguments, named_models, server_token
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ def command(
 ) -> int:
     """Serve captions over HTTP.
 
-    The page of the server is at /, and docs/serving.md describes its API. Ctrl-C stops it. Requests need the token of
-    the variable RAYCAP_SERVE_TOKEN if it is set.
+    The page of the server is at /, and docs/serving.md describes its API. Ctrl-C and SIGTERM stop it. Requests need the
+    token of the variable RAYCAP_SERVE_TOKEN if it is set.
 
     Example: raycap serve --model results/models/demo/RUN --model champion:demo
     """
@@ -58,11 +59,12 @@ def command(
         "limits": {name: value for name, _, value in (text.partition("=") for text in limit or ())},
     }  # fmt: skip
     arguments = parse_section(ServeArguments, values)
+    handle_signals(even_ignored=True)  # scripts start servers in the background and stop them by a signal
     try:
         _serve(arguments, host, port, address)
     except KeyboardInterrupt:
         logger.info("the server has stopped")
-        return exit_code()
+        return 0 if exit_code() == 128 + signal.SIGTERM else exit_code()
     return 1
 
 
@@ -85,9 +87,10 @@ def _serve(arguments: ServeArguments, host: str, port: int, address: str | None)
         access = "with the token of RAYCAP_SERVE_TOKEN" if has_token else "without a token"
         place = f"[{host}]" if ":" in host else host  # an IPv6 address
         logger.info(f"serving    http://{place}:{port} ({access}); Ctrl-C stops it")
-        deployments.wait()
+        deployments.wait(arguments.limits)
     finally:
-        deployments.stop(is_local=is_local)
+        if not is_local:  # a local Ray ends with this process
+            deployments.stop()
     logger.error("the server has ended; Ray's logs have the reason")
 
 

@@ -28,7 +28,7 @@ from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
 from raycap.pipeline.runtime.processor import computing_thread, device_for
-from raycap.pipeline.serving.address import CLUSTER, NamedModel, ServeArguments, named_models, server_token
+from raycap.pipeline.serving.address import CLUSTER, Limits, NamedModel, ServeArguments, named_models, server_token
 from raycap.pipeline.serving.app import Captioners, make_app
 from raycap.pipeline.serving.host import Answer, Batcher, ImageJob, ModelHost, RefusedError
 
@@ -37,7 +37,7 @@ INGRESS_CPUS, CAPTIONER_CPUS = 0.5, 1.0
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 SPARE_REQUESTS = 16  # accepted beyond the queue, so that the ingress can refuse them and answer /metrics
 STATUS_S = 5.0  # seconds between two checks whether the application has ended
-SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when the server ends
+SHUTDOWN_S = 10.0  # seconds that requests in progress may still take when Ray Serve ends a process
 
 
 @serve.deployment
@@ -102,6 +102,10 @@ class Ingress:
         self.app_of_requests = make_app(
             {name: ray_captioners(handle) for name, handle in captioners.items()}, arguments, token
         )
+
+    async def stop(self) -> None:
+        """See `Server.stop`."""
+        await self.app_of_requests.state.server.stop()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application. Ray Serve calls this method by its name."""
@@ -202,15 +206,20 @@ def start(arguments: ServeArguments, models: Iterable[NamedModel], host: str, po
         raise JobFailedError(f"the server did not start: {one_line(error)}; Ray's logs have the reason") from error
 
 
-def wait() -> None:
-    """Waits until the application has ended. A signal raises KeyboardInterrupt."""
-    while APP in serve.status().applications:
-        time.sleep(STATUS_S)
+def wait(limits: Limits) -> None:
+    """Waits until the application has ended.
+
+    A signal raises KeyboardInterrupt, after requests in progress have been answered. New ones are refused meanwhile.
+    """
+    try:
+        while APP in serve.status().applications:
+            time.sleep(STATUS_S)
+    except KeyboardInterrupt:
+        with suppress(serve.exceptions.RayServeException, ray.exceptions.RayError, TimeoutError):
+            serve.get_app_handle(APP).stop.remote().result(timeout_s=limits.body_s + limits.answer_s)
+        raise
 
 
-def stop(*, is_local: bool) -> None:
-    """Stops the application after the requests in progress have ended. On a cluster, also stops Ray Serve."""
-    with suppress(serve.exceptions.RayServeException):  # Ray Serve has not been started
-        serve.delete(APP)
-    if not is_local:  # a local Ray is not stopped, because it ends with this process
-        serve.shutdown()
+def stop() -> None:
+    """Stops Ray Serve with the application, if it has been started."""
+    serve.shutdown()

@@ -36,12 +36,15 @@ class _Received:
     save: Callable[[], None] | None = None
 
 
-def handle_signals() -> None:
-    """Forgets an earlier signal and installs the handlers. Outside the main thread, no handlers are installed."""
+def handle_signals(*, even_ignored: bool = False) -> None:
+    """Forgets an earlier signal and installs the handlers. Outside the main thread, no handlers are installed.
+
+    even_ignored: also for signals that are ignored, as Ctrl-C is in background jobs of a shell.
+    """
     _Received.number = _Received.save = None
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as in background jobs
+            if even_ignored or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _stop)
         signal.signal(signal.SIGALRM, _interrupt)
 

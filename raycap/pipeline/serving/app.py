@@ -279,7 +279,7 @@ class Server:
         self.limits, self.token = arguments.limits, token
         self.metrics = Metrics()
         self.models = ServedModels(captioners, self.metrics, self.limits.pixels)
-        self.turns = asyncio.Semaphore(self.limits.queue)
+        self.turns, self.is_stopping = asyncio.Semaphore(self.limits.queue), False
         self.free_bytes = self.most_bytes = int(free_memory_mb() * 2**20 * BODIES_SHARE)
 
     async def admit(self, request: Request, credentials: Credentials) -> None:
@@ -317,6 +317,12 @@ class Server:
                     yield
         finally:
             self.free_bytes += size
+
+    async def stop(self) -> None:
+        """Refuses all new requests, and returns when those in progress have been answered."""
+        self.is_stopping = True
+        for _ in range(self.limits.queue):
+            await self.turns.acquire()
 
     async def caption(self, request: Request) -> CaptionAnswer:
         """Captions images."""
@@ -366,7 +372,8 @@ class Server:
         paths = {getattr(route, "path", "") for route in request.app.routes}
         path = request.url.path if request.url.path in paths else "other"
         try:
-            response = await respond(request)
+            stopping = RefusedError(503, "the server is stopping; try again later", 5)
+            response = refuse(request, stopping) if self.is_stopping else await respond(request)
             status = response.status_code
         except ClientDisconnect:
             response = Response(status_code=CLIENT_LEFT)
@@ -399,7 +406,7 @@ def make_app(captioners: Mapping[str, Captioners], arguments: ServeArguments, to
     header names another host. Otherwise a web page could reach the server by a host name that leads to this machine.
     """
     app = FastAPI(title="raycap", docs_url=None, redoc_url=None, redirect_slashes=False)
-    server = Server(captioners, arguments, token)
+    server = app.state.server = Server(captioners, arguments, token)
     html = PAGE.read_text(encoding="utf-8")
     page_headers = {"Content-Security-Policy": content_security_policy(html)}
 

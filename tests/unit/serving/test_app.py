@@ -232,6 +232,21 @@ def test_too_many_requests_and_bodies_are_refused(
         assert client.post("/caption", files=as_files(names[0])).status_code == 200
 
 
+def test_a_server_that_stops_answers_what_it_has_begun(captioners: LocalCaptioners, names: list[str]) -> None:
+    with local_client({"main": captioners}) as client:
+        server = client.app.state.server  # type: ignore[attr-defined]
+        with requests_in_progress(client, captioners, names[0], 2):
+            stopped = client.portal.start_task_soon(server.stop)  # type: ignore[union-attr]
+            while not server.is_stopping:
+                time.sleep(0.01)
+            for method, path in (("POST", "/caption"), ("GET", "/")):
+                answer = client.request(method, path)
+                assert answer.status_code == 503 and "is stopping" in answer.json()["error"]
+                assert answer.headers["retry-after"] == "5"
+            assert not stopped.done()
+        stopped.result(60)
+
+
 def test_a_failure_is_said_without_its_reason(bundle: Path, names: list[str], caplog: pytest.LogCaptureFixture) -> None:
     captioners = LocalCaptioners(host_of(bundle))
     captioners.fails = RuntimeError("/secret/path failed")
