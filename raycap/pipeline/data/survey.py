@@ -39,6 +39,7 @@ from raycap.pipeline.data.formats.webdataset import TAR_ENDINGS
 from raycap.pipeline.data.images import ImageLocation
 from raycap.pipeline.data.reading import Annotations, read_annotations, read_sources
 from raycap.pipeline.errors import UserError
+from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import one_line, plain_name, quoted, shorten, shown
 from raycap.pipeline.storage.path import StoragePath, join, storage_path
 from raycap.pipeline.storage.untrusted.parquet_files import ParquetFile
@@ -58,7 +59,7 @@ OTHER_COLUMNS = {
 }  # fmt: skip
 PACKED_ENDINGS = (".zip", ".7z", ".rar", ".xlsx", ".xls", ".ods")
 MAX_NAME_BYTES = 2**12  # limit of a line of a list of names that is looked at
-MAX_LISTED = 2_000_000  # files of a folder that are looked at
+MAX_LISTED = 1_000_000  # files of a folder that are looked at
 MAX_FOLDERS = 20  # folders that are tried as the images' folder
 NUM_TRIED = 20  # images that are looked for in each of these folders
 # fractions of the splits; the second ones are for few images, of which a tenth may be none
@@ -268,10 +269,17 @@ def survey(place: str, *, divides: bool = True) -> Survey:
         raise UserError(f"{shown(place)} does not exist; give the folder of images and captions, or an annotation file")
     is_file = path.exists() and (path.is_remote or path.path.is_file())
     root = StoragePath(path.uri.rpartition("/")[0] or "/") if is_file else path
+    listed = []
     try:
-        listed = sorted(islice(root.names(), MAX_LISTED))
+        with progress("listed   ", None, "files") as advance:
+            for name in islice(root.names(), MAX_LISTED):
+                listed.append(name)
+                advance(1)
     except OSError as error:
         raise UserError(f"{root} cannot be listed: {one_line(error)}") from error
+    if len(listed) == MAX_LISTED and not is_file:
+        raise UserError(f"{root} has {MAX_LISTED} files or more; name the folder of the images, or an annotation file")
+    listed.sort()
     names = [name for name in listed if not is_hidden(name)]
     chosen = [path.name] if is_file else names
     candidates = find_candidates(root, chosen)

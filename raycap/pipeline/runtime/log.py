@@ -140,10 +140,10 @@ def _terminal_handler() -> _TerminalHandler | None:
 
 
 @contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int | None, unit: str = "images") -> Iterator[Callable[[int], None]]:
     """Yields a function that takes a number of newly done images, and logs the progress every LINE_EVERY_S seconds.
 
-    The rate is that after the first images, because processes start before these.
+    total: None if it is unknown. The rate is that after the first images, because processes start before these.
     """
     last = time.monotonic()
     done, first = 0, (0.0, 0)
@@ -156,10 +156,10 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
             first = now, done
         if now - last > LINE_EVERY_S:
             last = now
-            line = f"{label}  {done}/{total} images"
-            if done > first[1]:
+            line = f"{label}  {done} {unit}" if total is None else f"{label}  {done}/{total} {unit}"
+            if total is not None and done > first[1]:
                 rate = (done - first[1]) / (now - first[0])
-                line += f", {rate:.1f} images/s, {(total - done) / rate:.0f} s left"
+                line += f", {rate:.1f} {unit}/s, {(total - done) / rate:.0f} s left"
             logger.info(line)
 
     yield advance

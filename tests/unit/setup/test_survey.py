@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raycap.jobs.cli import main
 from raycap.pipeline.config.sections import DataSection
 from raycap.pipeline.data.first_configuration import detect_language
 from raycap.pipeline.data.formats.files import find_files
@@ -466,6 +467,18 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, what: str) -> None:
         with pytest.raises(UserError, match=message) as error:
             survey(str(place))
         assert str(error.value).isprintable()
+
+
+def test_a_look_at_many_files_shows_progress_and_has_an_end(
+    tmp_path: Path, images: list[Captioned], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FORMS["text"](tmp_path, images)
+    monkeypatch.setattr("raycap.pipeline.data.survey.MAX_LISTED", 100)
+    monkeypatch.setattr("raycap.pipeline.runtime.log.LINE_EVERY_S", -1)
+    assert main(["init", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "listed     1 files\n" in printed.out
+    assert printed.err.endswith(" has 100 files or more; name the folder of the images, or an annotation file\n")
 
 
 CAPTIONS = {
