@@ -76,15 +76,20 @@ def submit(
     environment: Mapping[str, str],
     secrets: Sequence[str],
     detach: bool = False,
+    dry_run: bool = False,
 ) -> int:
     """Sends the code and starts the job `raycap COMMAND ARGUMENTS`. The first argument may name a configuration.
 
     Prints the job's log and returns its exit code, or 0 at once with `detach`. Raises UserError for every mistake that
     can be found before anything is sent. environment: variables for the job. secrets: names of variables that the
-    cluster's nodes have.
+    cluster's nodes have. dry_run: True lists the files that would be sent beside the package, and sends nothing.
     """
     address = dashboard_address(address)
     name, files, config = _read(command, arguments, environment, secrets)
+    for path in sorted(files):
+        logger.info(f"sends     {path}")
+    if dry_run:
+        return 0
     job_arguments = arguments if config is None else [config, *arguments[1:]]
     begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     # The id is a part of URLs, so it contains only letters, digits and hyphens.
@@ -93,8 +98,6 @@ def submit(
     variables_of_job = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S} | dict(environment)
     with tempfile.TemporaryDirectory(prefix="raycap-submit-") as folder:
         pack(Path(folder), files)
-        for name in sorted(files):
-            logger.info(f"sends     {name}")
         with _jobs_server(address) as client:
             client.submit_job(
                 submission_id=job_id,
@@ -444,6 +447,9 @@ def command(
         list[str] | None, typer.Option(metavar="NAME", help="A variable that is set on the cluster's nodes.")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List this machine's files that the job would get, and send nothing.")
+    ] = False,
 ) -> int:
     """Run a command as a job on a Ray cluster.
 
@@ -459,4 +465,4 @@ def command(
     if argument.startswith("-") and command != "caption":
         raise UserError(f"submit {command} does not take {argument} there; the form is: raycap submit COMMAND CONFIG")
     arguments, environment, secrets = [argument, *context.args], variables(env or ()), secret_names(secret or ())
-    return submit(command, arguments, address, environment=environment, secrets=secrets, detach=detach)
+    return submit(command, arguments, address, environment=environment, secrets=secrets, detach=detach, dry_run=dry_run)

@@ -69,6 +69,8 @@ def test_a_submission_names_the_command_and_the_configuration(
     stub.cuts, config = 0, tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(small_config("/shared/results")))
     words = ["submit", "run", str(config), "--address", stub.address, "--set", "seed=5", "--env", "NCCL_DEBUG=INFO"]
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out == "sends     submitted/run.yaml\n" and not stub.submitted
     assert main(words) == 0
     out = capsys.readouterr().out
     (job,) = stub.submitted
