@@ -206,11 +206,13 @@ def requests_in_progress(client: TestClient, captioners: LocalCaptioners, name: 
         thread.start()
     while captioners.num_jobs < before + count:
         time.sleep(0.01)
-    yield
-    client.portal.call(event.set)  # type: ignore[union-attr]
-    for thread in threads:
-        thread.join()
-    captioners.wait = None
+    try:
+        yield
+    finally:
+        client.portal.call(event.set)  # type: ignore[union-attr]
+        for thread in threads:
+            thread.join()
+        captioners.wait = None
     assert statuses == [200] * count
 
 
