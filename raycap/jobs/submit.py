@@ -86,9 +86,11 @@ def submit(
     """
     address = dashboard_address(address)
     name, files, config = _read(command, arguments, environment, secrets)
+    verb = "would send" if dry_run else "sends     "
     for path in sorted(files):
-        logger.info(f"sends     {path}")
+        logger.info(f"{verb}  {files[path]}")
     if dry_run:
+        logger.info(f"{verb}  the package raycap")
         return 0
     job_arguments = arguments if config is None else [config, *arguments[1:]]
     begin = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
@@ -419,10 +421,10 @@ async def _print_log(client: JobSubmissionClient, job_id: str) -> JobDetails:
                 if info.status.is_terminal():
                     return info
         except (OSError, RuntimeError, aiohttp.ClientError) as error:
-            if "status code 404" in str(error):  # as Ray's client words it
+            if "status code 404" in str(error) and job_id in str(error):  # as Ray words it
                 raise JobFailedError(
-                    f"the cluster no longer has the job {job_id}, because its head was restarted; the same command "
-                    "submits it again, and it continues"
+                    f"the cluster does not have the job {job_id} any more, as after a restart of its head; "
+                    "submit it again"
                 ) from error
             if unreachable_since is None:
                 unreachable_since = time.monotonic()

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -198,6 +197,18 @@ def test_limits_hold_through_the_proxy(served: Served) -> None:
     assert statuses == {200, 429}
 
 
+def ask_to_the_end(port: int, names: list[str], signaled: threading.Event, statuses: list[int]) -> None:
+    """Sends requests until the server does not listen. One that was sent before the signal must be answered."""
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        while True:
+            is_later = signaled.is_set()
+            try:
+                statuses.append(client.post("/caption", files=as_files(*names)).status_code)
+            except httpx2.TransportError:
+                assert is_later, "a request in progress was cut off"
+                return
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_the_command_listens_on_the_loopback_and_ends_with_a_signal(
@@ -213,13 +224,7 @@ def test_the_command_listens_on_the_loopback_and_ends_with_a_signal(
     with log.open("w") as file:
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *command]
         process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
-    statuses: list[int] = []
-
-    def ask() -> None:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client, suppress(httpx2.TransportError):
-            while True:  # until the server does not listen
-                statuses.append(client.post("/caption", files=as_files(*served.names)).status_code)
-
+    statuses, signaled = list[int](), threading.Event()
     try:
         deadline = time.monotonic() + 240
         while f"http://127.0.0.1:{port} (without a token); Ctrl-C stops it" not in log.read_text():
@@ -239,12 +244,15 @@ def test_the_command_listens_on_the_loopback_and_ends_with_a_signal(
                     assert address in ("127.0.0.1", "::1"), (child.cmdline(), each)
         assert "ServeReplica" in names and "ProxyActor" in names
         with ThreadPoolExecutor(4) as pool:
-            asked = [pool.submit(ask) for _ in range(4)]
+            asked = [pool.submit(ask_to_the_end, port, served.names, signaled, statuses) for _ in range(4)]
             while len(statuses) < 8:
                 assert not any(each.done() for each in asked)
                 time.sleep(0.1)
+            signaled.set()
             process.send_signal(number)
             assert process.wait(240) == code
+        for each in asked:
+            each.result()
         assert set(statuses) == {200, 503}, statuses
         assert log.read_text().splitlines()[-1] == "the server has stopped"
         assert "Traceback" not in log.read_text()

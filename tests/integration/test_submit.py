@@ -58,7 +58,7 @@ def test_a_cluster_out_of_reach_for_too_long_is_given_up(stub: Stub, monkeypatch
 
 def test_a_job_that_a_restarted_head_has_forgotten_ends_at_once(stub: Stub) -> None:
     stub.is_forgetful = True
-    with pytest.raises(JobFailedError, match="no longer has the job job-1"):
+    with pytest.raises(JobFailedError, match="does not have the job job-1 any more"):
         follow(JobSubmissionClient(stub.address), "job-1")
 
 
@@ -70,7 +70,7 @@ def test_a_submission_names_the_command_and_the_configuration(
     config.write_text(yaml.safe_dump(small_config("/shared/results")))
     words = ["submit", "run", str(config), "--address", stub.address, "--set", "seed=5", "--env", "NCCL_DEBUG=INFO"]
     assert main([*words, "--dry-run"]) == 0
-    assert capsys.readouterr().out == "sends     submitted/run.yaml\n" and not stub.submitted
+    assert capsys.readouterr().out == f"would send  {config}\nwould send  the package raycap\n" and not stub.submitted
     assert main(words) == 0
     out = capsys.readouterr().out
     (job,) = stub.submitted

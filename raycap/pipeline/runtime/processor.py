@@ -97,7 +97,9 @@ def free_memory_mb() -> float:
     group = Path("/sys/fs/cgroup")
     # Errors mean that there is no limit: the file is missing without cgroup version 2, and "max" is not a number.
     with suppress(OSError, ValueError):
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(statistics["inactive_file"]))  # which is read files that may be dropped
     return max(free, 0) / 2**20
 
 
