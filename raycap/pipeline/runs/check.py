@@ -148,7 +148,7 @@ class CaptionProblems:
     without_spaces: int = 0  # captions with a letter of a script without spaces between words
 
     def add(self, caption: str, words: Sequence[str]) -> None:
-        """Checks a caption and the words that the tokenizer made of it."""
+        """Checks a caption and the words that the tokenizer returns for it."""
         self.total += 1
         if len(words) == 1:
             self.one_word.append(caption)

@@ -99,7 +99,7 @@ def free_memory_mb() -> float:
     with suppress(OSError, ValueError):
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, limit - used + int(statistics["inactive_file"]))  # which is read files that may be dropped
+        free = min(free, limit - used + int(statistics["inactive_file"]))  # cached files, which can be freed
     return max(free, 0) / 2**20
 
 
