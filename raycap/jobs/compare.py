@@ -16,7 +16,7 @@ from raycap.jobs.evaluate import Evaluator, exit_code, find_bundles, find_images
 from raycap.jobs.named_files import check_output_place
 from raycap.jobs.options import Address, Set
 from raycap.jobs.seeds import group_id
-from raycap.pipeline.cluster.start import check_resources
+from raycap.pipeline.cluster.start import check_resources, with_processors
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
@@ -59,7 +59,7 @@ def compare_models(
     """
     if len(models) < 2:
         raise UserError(f"{len(models)} model is given; a comparison needs two or more")
-    run_config = load_config(config, set_ or ())
+    run_config = with_processors(load_config(config, set_ or ()), address)
     if out is not None:
         check_output_place("-o", storage_path(out, run_config.storage.options))
     check_resources(run_config, address)

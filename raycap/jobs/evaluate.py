@@ -14,7 +14,7 @@ import typer
 from raycap.jobs.named_files import check_output_place, open_bundle
 from raycap.jobs.options import Address, Config, Seeds, Set
 from raycap.jobs.seeds import group_id, seed_configs
-from raycap.pipeline.cluster.start import check_resources
+from raycap.pipeline.cluster.start import check_resources, with_processors
 from raycap.pipeline.config.load import load_config, with_data
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import split_name
@@ -74,7 +74,7 @@ def evaluate(
     if ensemble and seeds == 1:
         raise UserError("--ensemble joins the models of several seeds; give --seeds with a number above 1")
     _check_models(models or (), seeds, stage)
-    run_config = load_config(config, set_ or ())
+    run_config = with_processors(load_config(config, set_ or ()), address)
     data_config = run_config if data is None else with_data(run_config, data)
     if out is not None:
         check_output_place("--out", storage_path(out, run_config.storage.options))

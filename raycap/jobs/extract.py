@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from raycap.jobs.options import Address, Config, Set
-from raycap.pipeline.cluster.start import check_resources, start_extraction
+from raycap.pipeline.cluster.start import check_resources, start_extraction, with_processors
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
@@ -45,7 +45,7 @@ def extract(
     Example: raycap extract photos --set data.root=/path/to/folder --verify
     """
     begin = time.monotonic()
-    run_config = load_config(config, set_ or ())
+    run_config = with_processors(load_config(config, set_ or ()), address)
     check_resources(run_config, address)
     check_before_writing(run_config)
     dataset = _with_stored_features(read_data(run_config), run_config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from raycap.jobs.named_files import check_output_file
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.variables import variable_names
-from raycap.pipeline.data.first_configuration import Counts, Language, Machine, config_text, counts_of, detect_language
+from raycap.pipeline.data.first_configuration import Counts, Language, config_text, counts_of, detect_language
 from raycap.pipeline.data.survey import Survey, survey
 from raycap.pipeline.errors import UserError
 from raycap.pipeline.runtime.names import print_line, shown
@@ -55,8 +54,8 @@ def init(
     without_words = [f"{counts.wordless} captions without a word are not used"] if counts.wordless else []
     for sentence in found.left_out + without_words:
         print_line(f"left out  {sentence}")
-    machine = Machine(len(os.sched_getaffinity(0)), torch.cuda.device_count())
-    write_bytes(path, config_text(found, name, language, counts, machine, is_pretrained=pretrained).encode())
+    num_gpus = torch.cuda.device_count()
+    write_bytes(path, config_text(found, name, language, counts, num_gpus, is_pretrained=pretrained).encode())
     load_config(path)  # raises if the new file is not valid
     print(f"wrote     {path}")
     print(f"next      raycap check {path}\n          raycap run {path}")

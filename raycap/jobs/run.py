@@ -17,7 +17,14 @@ from raycap.jobs.seeds import seed_configs, summarize_runs
 from raycap.jobs.sync import register
 from raycap.models.config import Values
 from raycap.pipeline.cluster.stalls import StallWatch
-from raycap.pipeline.cluster.start import Stage, check_address, check_resources, start_extraction, start_ray
+from raycap.pipeline.cluster.start import (
+    Stage,
+    check_address,
+    check_resources,
+    start_extraction,
+    start_ray,
+    with_processors,
+)
 from raycap.pipeline.config.languages import metric_tokenizer
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig, total_steps
@@ -66,7 +73,7 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
-    folder = prepare(config, data)
+    folder = prepare(with_processors(config, address), data)
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -258,6 +265,8 @@ class RunDriver:
         logger.info(f"data      {counts} images; {metadata.sizes.vocabulary_size} words")
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
+        workers = config.workers
+        logger.info(f"workers   {workers.num_workers}, each with {workers.cpus:g} CPUs and {workers.threads} threads")
         for number, stage in enumerate(config.stages, 1):
             features = "end to end" if stage.train_backbone else "frozen features"
             samples = "pairs" if stage.samples_are_pairs else "images"

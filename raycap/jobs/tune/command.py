@@ -17,7 +17,8 @@ from raycap.jobs.journal_printer import format_duration
 from raycap.jobs.options import Address, Set
 from raycap.jobs.run import alone
 from raycap.pipeline.cluster.stalls import StallWatch, wait_for
-from raycap.pipeline.cluster.start import check_address, connect, require_resources
+from raycap.pipeline.cluster.start import check_address, connect, require_resources, with_processors
+from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.shipped import named_config
 from raycap.pipeline.data.dataset import Dataset
 from raycap.pipeline.data.reading import find_data
@@ -68,7 +69,8 @@ def tune(path: Path, overrides: Sequence[str], address: str | None = None, *, re
     from raycap.pipeline.search.outcome import write_outcome
 
     with alone(folder.path), _lease(folder) as lease:
-        store, excluded = extract_once(search, dataset, weights, start_extraction)
+        config = with_processors(search.base, address)
+        store, excluded = extract_once(search, config, dataset, weights, start_extraction)
         backbone = None if weights is None else share_backbone(search, weights)
         plan = SearchPlan(search.without_tracker(), backbone, store, excluded, str(Path.cwd()))
         if lease is not None:
@@ -113,13 +115,13 @@ def share_backbone(search: Search, weights: Path) -> str:
 
 
 def extract_once(
-    search: Search, dataset: Dataset, weights: Path | None, start_ray: StartRay
+    search: Search, config: RunConfig, dataset: Dataset, weights: Path | None, start_ray: StartRay
 ) -> tuple[str | None, list[str]]:
     """The folder with the features of all images whose features trials read, and the keys of images without features.
 
-    The folder is None when every stage of a trial reads images. UserError when too many images have no features.
+    config: the search's base configuration, with the processors that an extraction uses. The folder is None when every
+    stage of a trial reads images. UserError when too many images have no features.
     """
-    config = search.base
     if all(config.stage(name).train_backbone for name in search.stages):
         return None, []
     stored = config.data.train_splits if config.features.store == "always" else ()

@@ -86,6 +86,11 @@ def require_resources(requests: Sequence[Resources], stage: str, available: Reso
             )
 
 
+def with_processors(config: RunConfig, address: str | None) -> RunConfig:
+    """A copy that uses all cores of this machine where keys are not set. On a cluster, the configuration itself."""
+    return config if cluster_address(address) else config.with_processors(len(os.sched_getaffinity(0)))
+
+
 def check_resources(config: RunConfig, address: str | None) -> None:
     """Raises UserError if the address is wrong, or if Ray on this machine would have too few resources for the run."""
     check_address(address)
@@ -192,6 +197,8 @@ def _start_local_ray(num_cpus: int) -> None:
         remember_variable("RAY_AUTH_TOKEN", token)
     # With this setting, Torch's workers exchange gradients on the loopback interface, which no other machine can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Torch's threads wait for each other in a loop. With a short one, they are not slow beside other busy processes.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import ray
 
     try:

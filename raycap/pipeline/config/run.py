@@ -143,6 +143,17 @@ class RunConfig(Section):
         """A copy with a precision in place of `features.compute_dtype`, for example in place of `auto`."""
         return self.model_copy(update={"features": self.features.model_copy(update={"compute_dtype": precision})})
 
+    def with_processors(self, cores: int) -> Self:
+        """A copy that uses this number of CPU cores where the keys for CPUs and threads are not set."""
+        share = max(1, cores // self.workers.num_workers)
+        workers: Values = {"cpus_per_worker": share, "threads_per_worker": share}
+        features: Values = {"threads_per_actor": max(1, cores // self.features.least_actors)}
+        changes = {}
+        for name, section, values in [("workers", self.workers, workers), ("features", self.features, features)]:
+            missing = {key: value for key, value in values.items() if getattr(section, key) is None}
+            changes[name] = section.model_copy(update=missing)
+        return self.model_copy(update=changes)
+
     @property
     def has_backbone(self) -> bool:
         """True if a backbone computes the features. Otherwise a detector's file `features.hdf5` contains them."""

@@ -320,7 +320,7 @@ class FeatureSection(Section):
     num_actors: Annotated[Processes | None, Identity.IGNORED] = None
     """Extracting processes. By default one process on CPUs, or on GPUs as many as the cluster has room for."""
     gpus_per_actor: Annotated[Gpus, Identity.IGNORED] = 0
-    threads_per_actor: Annotated[Threads, Field(gt=0), Identity.IGNORED] = 1
+    threads_per_actor: Annotated[Threads | None, Field(gt=0), Identity.IGNORED] = None
     max_images_for_tasks: Annotated[NonNegative, Identity.IGNORED] = 2048
     """Up to this number of images, tasks extract the features, because starting actors takes longer than they save."""
     hdf5: Annotated[Text | None, Identity.LARGE_FILE] = None
@@ -351,6 +351,11 @@ class FeatureSection(Section):
     def training_views(self) -> Views | None:
         """The random versions of training images. None if training images are not changed."""
         return Views(self.views, self.augmentation) if self.views else None
+
+    @property
+    def threads(self) -> int:
+        """The CPU threads of each extracting process."""
+        return self.threads_per_actor or 1
 
     @property
     def least_actors(self) -> int:
@@ -543,11 +548,11 @@ class WorkersSection(Section):
     min_workers: Processes | None = None
     """The minimum number of workers, with which training runs while nodes are missing. By default num_workers."""
     gpus_per_worker: Gpus = 0
-    cpus_per_worker: Cpus = 1
+    cpus_per_worker: Cpus | None = None
     resources: dict[Text, Annotated[float, Field(ge=0.0001, le=1e15), NUMBER]] = {}
     """Further resources of each worker under Ray's names, for example {"accelerator_type:A100": 0.001, "memory":
     2.4e10}."""
-    threads_per_worker: Annotated[Threads, Field(gt=0)] = 1
+    threads_per_worker: Annotated[Threads | None, Field(gt=0)] = None
     dry_run: bool = True
     """Take one step of every stage before training, so that a lack of memory shows at once."""
     num_decode_threads: Threads = 0
@@ -567,15 +572,25 @@ class WorkersSection(Section):
         return range(self.min_workers or self.num_workers, self.num_workers + 1)
 
     @property
+    def cpus(self) -> float:
+        """The CPUs of each worker."""
+        return 1 if self.cpus_per_worker is None else self.cpus_per_worker
+
+    @property
+    def threads(self) -> int:
+        """The CPU threads of each worker."""
+        return self.threads_per_worker or 1
+
+    @property
     def resources_of_worker(self) -> dict[str, float]:
         """{Ray's name of a resource: amount} that each worker needs: its CPUs, its GPUs and `resources`."""
-        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker, **self.resources}
+        return {"CPU": self.cpus, "GPU": self.gpus_per_worker, **self.resources}
 
     @property
     def task_options(self) -> Values:
         """`resources_of_worker` as options of `ray.remote`, for a task that runs in the place of a worker."""
         others = {name: amount for name, amount in self.resources.items() if name != "memory"}
-        options: Values = {"num_cpus": self.cpus_per_worker, "num_gpus": self.gpus_per_worker, "resources": others}
+        options: Values = {"num_cpus": self.cpus, "num_gpus": self.gpus_per_worker, "resources": others}
         if "memory" in self.resources:
             options["memory"] = self.resources["memory"]
         return options

@@ -63,7 +63,12 @@ model:
   num_heads: {}
   num_encoder_layers: {}
   num_decoder_layers: {}"""
-SMALLER_MODEL = "\n  static_expansion: [16, 32]\n  dynamic_expansion: 8\n  dropout: 0.2"
+SMALLER_MODEL = """
+  static_expansion: [16, 32]
+  dynamic_expansion: {}
+  dropout: 0.2"""
+
+NO_EXPANSION = "null  # none, because hundreds of photographs do not train one"
 
 
 class Size(NamedTuple):
@@ -83,13 +88,6 @@ SMALL = Size((128, 256, 4, 2, 2), 40, 20, lr="1.0e-3", schedule="{warmup_iterati
 MEDIUM = Size((128, 256, 4, 2, 2), 12, 16, lr="1.0e-3", schedule="{name: cosine, warmup_iterations: 200}", ema="0.999")
 LARGE = Size((512, 2048, 8, 3, 3), 8, 48, lr="2.0e-4", schedule="{warmup_iterations: 20, decay: 0.9}", ema=None)
 PATIENCE = 8  # validations without a new best score, after which a long stage ends
-
-
-class Machine(NamedTuple):
-    """What this machine trains with."""
-
-    num_cpus: int
-    num_gpus: int
 
 
 @dataclass(frozen=True)
@@ -154,43 +152,38 @@ def counts_of(found: Survey, language: Language) -> Counts:
 
 
 def config_text(
-    found: Survey, name: str, language: Language, counts: Counts, machine: Machine, *, is_pretrained: bool
+    found: Survey, name: str, language: Language, counts: Counts, num_gpus: int, *, is_pretrained: bool
 ) -> str:
     """The text of a configuration with this name, in YAML with comments. is_pretrained: whether the backbone is."""
     size = SMALL
     if counts.train_images >= 2_000:
         size = LARGE if counts.train_images > 50_000 else MEDIUM
+    expansions = "" if size is LARGE else SMALLER_MODEL.format(8 if size is MEDIUM else NO_EXPANSION)
     header = printable(f"{len(found.dataset)} images with {counts.captions} captions ({found.form})")
-    backbone = _pretrained_backbone(size, machine) if is_pretrained else NEW_BACKBONE
+    backbone = _pretrained_backbone(size, num_gpus) if is_pretrained else NEW_BACKBONE
     parts = [
         f"# {header}\n# Written by `raycap init`; docs/configuration.md describes the keys.",
         f"name: {_flow(name)}",
         _data(found, language, counts),
         backbone,
-        MODEL.format(*size.model) + (SMALLER_MODEL if size is not LARGE else ""),
+        MODEL.format(*size.model) + expansions,
         _stages(size, counts.per_image, is_pretrained=is_pretrained),
-        _workers(machine),
+        _workers(num_gpus),
         _evaluation(language, counts),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _pretrained_backbone(size: Size, machine: Machine) -> str:
+def _pretrained_backbone(size: Size, num_gpus: int) -> str:
     """The section `backbone` in YAML. On a CPU, EfficientNet-Lite2 is fast and gives good captions of photographs."""
-    if not machine.num_gpus:
+    if not num_gpus:
         return PRETRAINED_BACKBONE.format("tf_efficientnet_lite2", 260)
     return PRETRAINED_BACKBONE.format(f"swin_{'base' if size is LARGE else 'tiny'}_patch4_window7_224", 224)
 
 
-def _workers(machine: Machine) -> str:
-    """The sections `workers` and `features` in YAML, which use all of this machine."""
-    if machine.num_gpus:
-        return f"workers:\n  num_workers: {machine.num_gpus}\n  gpus_per_worker: 1\n  num_decode_threads: 2"
-    cpus = machine.num_cpus
-    return (
-        f"workers:  # all cores of this machine\n  num_workers: 1\n  cpus_per_worker: {cpus}\n"
-        f"  threads_per_worker: {cpus}\n  num_decode_threads: {cpus}\n\nfeatures: {{threads_per_actor: {cpus}}}"
-    )
+def _workers(num_gpus: int) -> str:
+    """The section `workers` in YAML, which uses all GPUs. Without this section, a run uses all cores."""
+    return f"workers:\n  num_workers: {num_gpus}\n  gpus_per_worker: 1\n  num_decode_threads: 2" if num_gpus else ""
 
 
 def _evaluation(language: Language, counts: Counts) -> str:

@@ -324,7 +324,7 @@ class ShardWriter:
         from raycap.pipeline.features.model_inputs import FeatureComputer
 
         self.folder, self.settings, self.transform = folder, extractor.settings, extractor.transform
-        self.thread = computing_thread(extractor.settings.threads_per_actor)
+        self.thread = computing_thread(extractor.settings.threads)
         self.computer = self.thread.submit(
             FeatureComputer,
             extractor.backbone,

@@ -124,5 +124,5 @@ def measure_extraction(backbone: BackboneConfig, settings: FeatureSection) -> Pr
         images = torch.rand(size, 3, backbone.image_size, backbone.image_size, device=device)
         return measure_precisions(lambda: model(images), device, size)
 
-    with computing_thread(settings.threads_per_actor) as thread:
+    with computing_thread(settings.threads) as thread:
         return thread.submit(measure).result()

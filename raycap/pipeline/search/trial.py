@@ -82,7 +82,7 @@ def split_captions(job: StageJob, split: str) -> dict[ImageId, str]:
     """
     folder = job.folder.on_worker(job.driver_token)
     config, workers = folder.config, folder.config.workers
-    prepare_processor(workers.threads_per_worker)
+    prepare_processor(workers.threads)
     context = LocalContext(device_for(workers.gpus_per_worker))
     reads_images = config.has_backbone and folder.delivered_weights("backbone").parent != folder.path / "init"
     captioner = stored_captioner(folder, config.backbone if reads_images else None, folder.delivered_weights)

@@ -45,7 +45,7 @@ def dry_run(folder: RunFolder) -> Iterator[DryRunResult]:
     """
     folder = folder.on_worker()
     workers = folder.config.workers
-    prepare_processor(workers.threads_per_worker)
+    prepare_processor(workers.threads)
     device = device_for(workers.gpus_per_worker)
     captions = captions_by_stage(folder, folder.config.stages)
     for stage in folder.config.stages:

@@ -188,7 +188,7 @@ class StageRun:
         config = folder.config
         self.context, self.folder, self.stage, self.vocabulary = context, folder, stage, folder.vocabulary
         self.number = list(config.stages).index(stage)
-        prepare_processor(config.workers.threads_per_worker)
+        prepare_processor(config.workers.threads)
         train = folder.training_images(stage).without(job.excluded)
         validation = folder.dataset.split(config.data.val_split).without(job.excluded)
         self.captioner = stage_captioner(folder, stage, context.device)

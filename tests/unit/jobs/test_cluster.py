@@ -21,6 +21,7 @@ from raycap.pipeline.cluster.start import (
     connect,
     require_resources,
     stage_resources,
+    with_processors,
 )
 from raycap.pipeline.config.load import parse_config
 from raycap.pipeline.errors import JobFailedError, UserError
@@ -90,6 +91,20 @@ def test_a_machine_is_not_asked_for_what_it_cannot_have(
     with pytest.raises(UserError, match=found):
         check_resources(config, None)
     check_resources(config, "head:6379")
+
+
+def test_processes_share_the_cores_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    unset = {"workers__num_workers": 2, "workers__cpus_per_worker": None}
+    config = parse_config(small_config(tmp_path, **unset))
+    assert (config.workers.cpus, config.workers.threads, config.features.threads) == (1, 1, 1)
+    assert with_processors(config, "head:6379") is config
+    here = with_processors(config, "local")
+    assert (here.workers.cpus, here.workers.threads, here.features.threads) == (4, 4, 9)
+    set_here = {"workers__cpus_per_worker": 2, "workers__threads_per_worker": 3, "features__threads_per_actor": 5}
+    here = with_processors(parse_config(small_config(tmp_path, **unset | set_here)), None)
+    assert (here.workers.cpus, here.workers.threads, here.features.threads) == (2, 3, 5)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://[::1]:1", "127.0.0.1:99999"])

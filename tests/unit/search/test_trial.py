@@ -49,7 +49,7 @@ def test_a_trial_captions_the_named_split_once_with_the_weights_that_were_kept(
 
     The scores are those of a beam search written here, with the first stage's best weights."""
     search = region_search(tmp_path / "storage")
-    store, bad = extract_once(search, find_data(search.base)[0], None, lambda: None)
+    store, bad = extract_once(search, search.base, find_data(search.base)[0], None, lambda: None)
     task = TrialTask(SearchPlan(search, None, store, bad), "t1", search.space.first(), 0)
     steps, step = list[int](), StageRun.step
 

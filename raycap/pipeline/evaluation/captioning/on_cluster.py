@@ -99,7 +99,7 @@ def _caption_shard(
     workers = config.workers
     context = LocalContext(device_for(workers.gpus_per_worker))
     context.world_rank, context.world_size = rank, workers.num_workers
-    prepare_processor(workers.threads_per_worker)
+    prepare_processor(workers.threads)
     bundles = list(map(_load, models))
     if any(bundle.vocabulary != bundles[0].vocabulary for bundle in bundles):
         raise UserError(
@@ -114,7 +114,7 @@ def _caption_shard(
         captioners.append(bundle.captioner.to(context.device))
     reading: Values = {
         "max_pixels": config.data.max_pixels,
-        "threads": workers.threads_per_worker,
+        "threads": workers.threads,
         "options": config.storage.options,
     }
     search = CaptionSearch(config.evaluation, bundles[0].vocabulary, with_signals, skip_unreadable=True)
