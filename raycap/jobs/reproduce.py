@@ -165,7 +165,7 @@ def _evaluation_overrides(system: str, folder: Path, out: Path, overrides: Seque
 
     num_gpus = min(1, torch.cuda.device_count())
     paths = {"data.root": folder, "storage": out / "storage"}
-    values: Values = {"workers.num_workers": 1}
+    values: Values = {"workers.num_workers": 1, "workers.cpus_per_worker": "null", "workers.threads_per_worker": "null"}
     values |= {"workers.gpus_per_worker": num_gpus, "features.gpus_per_actor": num_gpus}
     if REGIONS in PUBLISHED[system].files:
         paths["features.hdf5"] = folder / REGIONS
