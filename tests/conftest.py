@@ -181,7 +181,8 @@ def small_config(storage: Path | dict[str, Any], **changes: Any) -> dict[str, An
         stage |= {"epochs": 0.7, "batch_size": 8, "checkpoint_every_steps": 2}
         if stage["objective"] == "scst":
             stage["scst"] = {"num_samples": 3, "max_length": 10}
-    data["workers"] |= {"num_workers": 1, "cpus_per_worker": 1, "log_every_steps": 1}
+    data["workers"] |= {"num_workers": 1, "cpus_per_worker": 1, "threads_per_worker": 1, "log_every_steps": 1}
+    data["features"] |= {"threads_per_actor": 1}
     for key, value in changes.items():
         node = data
         *parents, last = key.split("__")

@@ -52,7 +52,7 @@ def test_getting_started_and_a_second_language(tmp_path: Path, shared: Path) -> 
     assert "finished in" in outputs[2].splitlines()[-1]
     (run,) = (tmp_path / "results/runs").iterdir()
     losses = [entry["loss"] for entry in read_journal(run / JOURNAL) if entry["kind"] == "train"]
-    assert len(losses) > 8 and sum(losses[-2:]) < 0.9 * sum(losses[:2])
+    assert len(losses) > 8 and sum(losses[-2:]) < 0.95 * sum(losses[:2])
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
     assert len(lines) == len(chosen) and all(line["caption"] for line in lines)
 

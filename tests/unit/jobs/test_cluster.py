@@ -96,7 +96,8 @@ def test_a_machine_is_not_asked_for_what_it_cannot_have(
 def test_processes_share_the_cores_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    unset = {"workers__num_workers": 2, "workers__cpus_per_worker": None}
+    unset: dict[str, Any] = {"workers__num_workers": 2, "features__threads_per_actor": None}
+    unset |= {"workers__cpus_per_worker": None, "workers__threads_per_worker": None}
     config = parse_config(small_config(tmp_path, **unset))
     assert (config.workers.cpus, config.workers.threads, config.features.threads) == (1, 1, 1)
     assert with_processors(config, "head:6379") is config
