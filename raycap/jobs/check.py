@@ -17,6 +17,7 @@ from raycap.pipeline.runs.check import check_data
 from raycap.pipeline.runs.preflight import check_storage
 from raycap.pipeline.runtime.names import print_line
 from raycap.pipeline.runtime.secrets import without_secrets
+from raycap.pipeline.storage.atomic import write_bytes
 
 
 def check(
@@ -42,7 +43,7 @@ def check(
     print("fit to train on" if result.ok else "NOT fit to train on: see the errors above")
     if json_file is not None:
         body = {"ok": result.ok, **result.statistics, "findings": [asdict(finding) for finding in findings]}
-        json_file.write_text(json.dumps(body, indent=1, ensure_ascii=False), "utf-8", "backslashreplace")
+        write_bytes(json_file, json.dumps(body, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace"))
         print(f"written to {json_file}")
     return 0 if result.ok else 1
 

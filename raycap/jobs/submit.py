@@ -254,8 +254,9 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
         path.as_posix(): path for path in paths if not path.is_absolute() and ".." not in path.parts and is_file(path)
     }
     for name, path in files.items():
-        if is_hidden(name) or not path.resolve().is_relative_to(Path.cwd()):
-            raise UserError(f"{name} is hidden or a link to another folder, and is not sent; give a plain copy of it")
+        target = os.path.relpath(path.resolve())
+        if is_hidden(name) or is_hidden(target) or target.startswith(".."):
+            raise UserError(f"{name} is hidden, or a link to a hidden file or another folder; give a plain copy of it")
         with open_regular_file(path) as file:
             data = file.read(MAX_SEARCHED_BYTES)
         if b"\0" not in data and holds_secret(data.decode(errors="replace")):  # weights contain anything

@@ -85,7 +85,7 @@ Width = Annotated[int, Ge(1), Le(2**17), NUMBER]  # a width of vectors; the wide
 Layers = Annotated[int, Ge(1), Le(200), NUMBER]  # a number of layers; captioners have 3 to 12
 Groups = Annotated[int, Ge(1), Le(10**10), NUMBER]  # a number of expansion vectors; parameters are limited, too
 Words = Annotated[int, Ge(1), Le(10**7), NUMBER]  # a number of words
-Pixels = Annotated[int, Ge(1), Le(4096), NUMBER]  # the side of a square image; published backbones take 224 to 384
+Pixels = Annotated[int, Ge(1), Le(1024), NUMBER]  # the side of a square image; published backbones take 224 to 384
 Rate = Annotated[float, Ge(0), Lt(1), NUMBER]  # a probability, as of dropout
 
 

@@ -55,6 +55,7 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
     With `replace=False`, an existing `folder` that is not empty raises OSError. After an error `folder` is unchanged,
     and the temporary folder is removed.
     """
+    folder = Path(os.path.realpath(folder))  # a link keeps its place
     temporary, replaced = _temporary(folder), _temporary(folder)
     temporary.mkdir(parents=True)
     try:

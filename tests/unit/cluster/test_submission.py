@@ -80,13 +80,14 @@ def test_relative_files_that_are_named_travel_to_the_folder_of_the_job(
     check_paths(named_paths(config).items(), files)
 
 
-@pytest.mark.parametrize("name", [".env", ".aws/credentials", "link.txt", "words.txt"])
+@pytest.mark.parametrize("name", [".env", ".aws/credentials", "link.txt", "near.txt", "words.txt"])
 def test_a_named_file_with_secrets_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".aws").mkdir()
     for file, text in ((".env", "a"), (".aws/credentials", "a"), ("words.txt", f"token={SECRET}")):
         (tmp_path / file).write_text(text)
     (tmp_path / "link.txt").symlink_to(ROOT / "README.md")
+    (tmp_path / "near.txt").symlink_to(".env")
     with pytest.raises(UserError, match=name) as refused:
         job_files(None, [name])
     assert SECRET not in str(refused.value)

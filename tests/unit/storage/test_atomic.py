@@ -96,6 +96,11 @@ def test_a_folder_replaces_an_older_one_or_refuses_to(tmp_path: Path) -> None:
         with atomic_folder(folder) as temporary:
             (temporary / name).write_text("x")
         assert names(tmp_path) == ["above", "above/folder", f"above/folder/{name}"]
+    (tmp_path / "link").symlink_to(folder)
+    with atomic_folder(tmp_path / "link") as temporary:
+        (temporary / "second").write_text("x")
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "link").unlink()
     with pytest.raises(OSError), atomic_folder(folder, replace=False) as temporary:
         (temporary / "third").write_text("x")
     with pytest.raises(RuntimeError), atomic_folder(folder) as temporary:

@@ -54,10 +54,13 @@ def test_the_database_is_in_a_storage_of_any_name(tmp_path: Path, name: str) -> 
     assert public_uri(config).endswith("/mlflow.db")
 
 
-def test_a_link_in_the_place_of_the_database_is_refused(tmp_path: Path) -> None:
+def test_a_link_folder_or_device_in_the_place_of_the_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").symlink_to(tmp_path / "other.db")
     with pytest.raises(UserError, match="is a link"):
         tracking_client(parse_config(small_config(tmp_path, tracking={"enabled": True})))
+    for other in (tmp_path, Path("/dev/null")):
+        with pytest.raises(UserError, match=f"^{other} is not a regular file; set tracking.uri"):
+            tracking_client(parse_config(small_config(tmp_path, tracking={"uri": f"sqlite:///{other}"})))
     assert not (tmp_path / "other.db").exists()
 
 

@@ -105,7 +105,12 @@ def test_rows_of_nothing_and_text_that_repeats_are_limited(tmp_path: Path) -> No
         locations(path)
     big = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), pa.array(["x" * 2**16]))
     nested = pa.ListArray.from_arrays(pa.array([0, 20_000], pa.int32()), big)
-    for columns in ({"image": big}, {"image": ["a.png"], "captions": nested}):
+    flags = pa.StructArray.from_arrays([pa.array(np.zeros(2**20, bool))], ["a"])
+    empty = pa.ListArray.from_arrays(pa.array(np.zeros(2**20 + 1, np.int32)), pa.array([], pa.string()))
+    lists = [
+        pa.ListArray.from_arrays(pa.array([0, len(each)], pa.int32()), each) for each in (nested.values, flags, empty)
+    ]
+    for columns in ({"image": big}, *({"image": ["a.png"], "captions": each} for each in lists)):
         pq.write_table(pa.table(columns), path)
         assert path.stat().st_size < 10**5
         with pytest.raises(UserError, match=r"it has more than \d+ bytes of text"):

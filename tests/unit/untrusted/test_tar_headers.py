@@ -56,7 +56,9 @@ BIG = 2**62
     [
         (header(b"a.jpg", b"77777777777"), "ends within 'a.jpg'"),
         (header(b"a.jpg", b"\x80" + BIG.to_bytes(11, "big")), "ends within 'a.jpg'"),
-        (header(b"x", b"77777777777", b"x"), r"a header of \d+ bytes; the limit is 1048576"),
+        (header(b"x", b"77777777777", b"x"), "headers of more than 65536 bytes"),
+        (extended(a="1" * 60_000), "a number of more than 255 digits"),
+        (70 * extended(a="x")[: -10 * BLOCK - BLOCK] + header(b"a.jpg", b"0"), "headers of more than 65536 bytes"),
         (header(b"0.jpg", b"0") + header(b"a", b"\xff" * 10 + b"\xfe\x00", b"Z"), "a negative size"),
         (header(b"a.jpg", b"10", b"S" + bytes(325) + b"\1"), "not a whole tar archive"),  # more of its map follows
         (header(b"a.jpg", b"10", b"S"), "sparse file 'a.jpg'"),

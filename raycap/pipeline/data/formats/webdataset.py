@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -20,7 +21,8 @@ from raycap.pipeline.storage.untrusted.documents import parse_json, require_mapp
 
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 MAX_MEMBERS = 10_000_000  # files, folders and all other members of an archive
-MAX_HEADER_BYTES = 2**20  # limit of one read of a header, which may have a long name
+MAX_HEADER_BYTES = 2**16  # limit of all headers of a member, which may have a long name
+LONG_NUMBER = re.compile(rb"\d{256}")
 MAX_TEXT_BYTES = 2**20  # limit of the text file or JSON file of an image
 
 
@@ -33,15 +35,22 @@ class TarMember(NamedTuple):
 
 
 class _Headers:
-    """A file for tarfile that refuses reads of more than MAX_HEADER_BYTES, so that no header can fill the memory."""
+    """A file for tarfile that refuses headers of more than MAX_HEADER_BYTES per member, which take memory and time.
+
+    left: the bytes that may still be read for the next member.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.seek, self.tell = file, file.seek, file.tell
+        self.file, self.seek, self.tell, self.left = file, file.seek, file.tell, MAX_HEADER_BYTES
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {size} bytes; the limit is {MAX_HEADER_BYTES}")
-        return self.file.read(size)
+        if not 0 <= size <= self.left:
+            raise tarfile.ReadError(f"headers of more than {MAX_HEADER_BYTES} bytes")
+        self.left -= size
+        data = self.file.read(size)
+        if LONG_NUMBER.search(data):  # tarfile's time is the square of its length before Python 3.11.10
+            raise tarfile.ReadError("a number of more than 255 digits in a header")
+        return data
 
 
 def tar_members(file: BinaryIO, title: str, left_out: list[tuple[str, str]] | None = None) -> Iterator[TarMember]:
@@ -53,9 +62,12 @@ def tar_members(file: BinaryIO, title: str, left_out: list[tuple[str, str]] | No
     size, names = file.seek(0, os.SEEK_END), set[str]()
     file.seek(0)
     try:
-        with tarfile.open(fileobj=cast("BinaryIO", _Headers(file)), mode="r:", errors="strict") as archive:
+        headers = _Headers(file)
+        with tarfile.open(fileobj=cast("BinaryIO", headers), mode="r:", errors="strict") as archive:
             for number, member in enumerate(iter(archive.next, None)):
                 archive.members.clear()  # type: ignore[attr-defined]  # or tarfile would keep all in memory
+                archive.pax_headers = {}  # those of all members, which tarfile copies for each
+                headers.left = MAX_HEADER_BYTES
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")
                 if member.size < 0 or archive.offset < member.offset_data:  # else tarfile would read in a loop

@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,6 +34,7 @@ MAX_RATIO = 100  # decompressed bytes per compressed byte of columns other than 
 MIN_LIMIT_BYTES = 64 * 2**20  # every file may decompress to this size
 MIN_LIMIT_VALUES = 1_000_000  # every file may have so many rows, and a larger file one row per byte
 BATCH_ROWS = 8192
+VALUE_BYTES, NESTED_BYTES = 16, 64  # the parent makes an object of each value, and a larger one of a list or struct
 
 
 def send_batch(parent: Connection, batch: pa.RecordBatch) -> None:
@@ -57,8 +59,9 @@ def describe(file: pq.ParquetFile) -> Values:
     numbers = {leaf.path: index for index, leaf in enumerate(leaves) if not leaf.max_repetition_level}
     groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     binary: dict[str, tuple[int, str | None]] = {}
+    counts = Counter(schema.names)
     for field in schema:
-        if schema.names.count(field.name) > 1:
+        if counts[field.name] > 1:
             continue
         if is_binary(field.type) and field.name in numbers:
             binary[field.name] = numbers[field.name], None
@@ -108,16 +111,16 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
 def decoded_bytes(array: pa.Array) -> int:
     """The size in bytes of an array without dictionaries: a text counts once for each use.
 
-    The result is at least the size of the indices, so that a billion empty texts do not count as nothing.
+    Each value counts at least VALUE_BYTES or NESTED_BYTES, so that empty texts and empty lists do not count as nothing.
     """
     if isinstance(array, pa.DictionaryArray):
         lengths = pc.binary_length(array.dictionary).take(array.indices)
-        return max(array.indices.nbytes, int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0))
+        return VALUE_BYTES * len(array) + int(pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0)
     if isinstance(array, pa.StructArray):
-        return sum(map(decoded_bytes, array.flatten()))
+        return NESTED_BYTES * len(array) + sum(map(decoded_bytes, array.flatten()))
     if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
-        return decoded_bytes(array.flatten())
-    return int(array.nbytes)
+        return NESTED_BYTES * len(array) + decoded_bytes(array.flatten())
+    return max(VALUE_BYTES * len(array), array.nbytes)
 
 
 def send_values(parent: Connection, file: pq.ParquetFile, group: int, leaf: int, most: int) -> None:
