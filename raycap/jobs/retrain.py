@@ -11,7 +11,7 @@ import typer
 
 from raycap.jobs.options import Address, Config, Set
 from raycap.jobs.run import run
-from raycap.pipeline.cluster.start import check_address
+from raycap.pipeline.cluster.start import check_address, with_processors
 from raycap.pipeline.config.load import load_config
 from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.data.dataset import Dataset
@@ -40,6 +40,7 @@ class RayWork:
         """CIDEr-D of a bundle on the held-out images. Raises OSError when a file does not have its digest."""
         StoredBundle(bundle, files).fetch()
         search = {key: getattr(config.evaluation, key) for key in SEARCH_KEYS}  # whatever the bundle records
+        config = with_processors(config, self.address)
         settings = config.model_copy(update={"evaluation": config.evaluation.model_copy(update=search)})
         scores = evaluate([bundle], {HELD_OUT: part}, settings, self.address, Options(metrics=("CIDEr-D",)))
         return scores[HELD_OUT]

@@ -73,7 +73,8 @@ def run(config: RunConfig, address: str | None = None, data: tuple[Dataset, dict
     Raises UserError for mistakes in the configuration before anything long starts.
     """
     begin = time.monotonic()
-    folder = prepare(with_processors(config, address), data)
+    folder = prepare(config, data)
+    folder = replace(folder, config=with_processors(folder.config, address))
     try:
         summary = folder.summary
     except DamagedError as error:
@@ -266,7 +267,7 @@ class RunDriver:
         source = describe_features(config, metadata.num_tokens, metadata.parameters["backbone"])
         logger.info(f"model     {config.model.name}, {metadata.parameters['model']:,} parameters; {source}")
         workers = config.workers
-        logger.info(f"workers   {workers.num_workers}, each with {workers.cpus:g} CPUs and {workers.threads} threads")
+        logger.info(f"workers   {workers.num_workers}; of each: CPUs {workers.cpus:g}, threads {workers.threads}")
         for number, stage in enumerate(config.stages, 1):
             features = "end to end" if stage.train_backbone else "frozen features"
             samples = "pairs" if stage.samples_are_pairs else "images"

@@ -247,7 +247,8 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
 
     The files are the configuration with the files that it references, unless the package has them, and the files among
     `named` with relative paths. The job starts in its folder, so it finds these files under the same paths. Raises
-    UserError for a named file that is hidden, lies elsewhere (a link), or begins with a text that contains a secret.
+    UserError for a named file that is hidden, a link to a file that is hidden or outside the working folder, or begins
+    with a text that contains a secret.
     """
     paths = (Path(path) for path in named)
     files = {
@@ -256,7 +257,9 @@ def job_files(config: Path | None, named: Iterable[str | Path]) -> tuple[dict[st
     for name, path in files.items():
         target = os.path.relpath(path.resolve())
         if is_hidden(name) or is_hidden(target) or target.startswith(".."):
-            raise UserError(f"{name} is hidden, or a link to a hidden file or another folder; give a plain copy of it")
+            raise UserError(
+                f"{name} is hidden, or a link to a file that is hidden or outside this folder; give a plain copy"
+            )
         with open_regular_file(path) as file:
             data = file.read(MAX_SEARCHED_BYTES)
         if b"\0" not in data and holds_secret(data.decode(errors="replace")):  # weights contain anything

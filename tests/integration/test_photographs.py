@@ -51,10 +51,11 @@ def test_getting_started_and_a_second_language(tmp_path: Path, shared: Path) -> 
     assert "fit to train on" in outputs[1].splitlines()[-1]
     assert "finished in" in outputs[2].splitlines()[-1]
     (run,) = (tmp_path / "results/runs").iterdir()
+    assert "threads_per_worker: null" in (run / "config.yaml").read_text(), "another machine may have other cores"
     losses = [entry["loss"] for entry in read_journal(run / JOURNAL) if entry["kind"] == "train"]
     assert len(losses) > 8 and sum(losses[-2:]) < 0.95 * sum(losses[:2])
     lines = [json.loads(line) for line in (tmp_path / "captions.jsonl").read_text().splitlines()]
-    assert len(lines) == len(chosen) and any(line["caption"] for line in lines)
+    assert len(lines) == len(chosen) and sum(bool(line["caption"]) for line in lines) > len(lines) / 2
 
     with (source / "captions_zh.csv").open(encoding="utf-8", newline="") as file:
         chinese = [(row["image"], row["caption"], row["split"]) for row in csv.DictReader(file)]

@@ -26,6 +26,7 @@ from raycap.pipeline.config.run import RunConfig
 from raycap.pipeline.config.sections import ACTOR_CPUS, DECODING_CPUS
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.names import one_line, shown
+from raycap.pipeline.runtime.processor import num_cores
 from raycap.pipeline.runtime.secrets import remember_variable
 from raycap.pipeline.runtime.stopping import restoring_handlers
 from raycap.pipeline.storage.atomic import require_writable
@@ -88,7 +89,7 @@ def require_resources(requests: Sequence[Resources], stage: str, available: Reso
 
 def with_processors(config: RunConfig, address: str | None) -> RunConfig:
     """A copy that uses all cores of this machine where keys are not set. On a cluster, the configuration itself."""
-    return config if cluster_address(address) else config.with_processors(len(os.sched_getaffinity(0)))
+    return config if cluster_address(address) else config.with_processors(num_cores())
 
 
 def check_resources(config: RunConfig, address: str | None) -> None:

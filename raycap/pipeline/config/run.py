@@ -145,14 +145,16 @@ class RunConfig(Section):
 
     def with_processors(self, cores: int) -> Self:
         """A copy that uses this number of CPU cores where the keys for CPUs and threads are not set."""
-        share = max(1, cores // self.workers.num_workers)
-        workers: Values = {"cpus_per_worker": share, "threads_per_worker": share}
-        features: Values = {"threads_per_actor": max(1, cores // self.features.least_actors)}
-        changes = {}
-        for name, section, values in [("workers", self.workers, workers), ("features", self.features, features)]:
-            missing = {key: value for key, value in values.items() if getattr(section, key) is None}
-            changes[name] = section.model_copy(update=missing)
-        return self.model_copy(update=changes)
+        workers, features = self.workers, self.features
+        share, actors = max(1, cores // workers.num_workers), features.most_actors
+        cpus = share if workers.cpus_per_worker is None else workers.cpus_per_worker
+        workers = workers.model_copy(
+            update={"cpus_per_worker": cpus, "threads_per_worker": workers.threads_per_worker or share}
+        )
+        if actors is not None:  # otherwise their number depends on Ray
+            threads = features.threads_per_actor or max(1, cores // actors)
+            features = features.model_copy(update={"threads_per_actor": threads})
+        return self.model_copy(update={"workers": workers, "features": features})
 
     @property
     def has_backbone(self) -> bool:

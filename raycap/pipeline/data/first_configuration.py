@@ -68,7 +68,7 @@ SMALLER_MODEL = """
   dynamic_expansion: {}
   dropout: 0.2"""
 
-NO_EXPANSION = "null  # none, because hundreds of photographs do not train one"
+NO_EXPANSION = "null  # none: with 8, captions of 762 photographs were not better"
 
 
 class Size(NamedTuple):

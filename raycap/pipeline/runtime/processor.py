@@ -89,6 +89,15 @@ def memory_mb(device: torch.device) -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
+def num_cores() -> int:
+    """The number of CPU cores of this process's machine or container (cgroup version 2), whichever is less."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # there is no limit, as in `free_memory_mb`
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
+
+
 def free_memory_mb() -> float:
     """The free memory in MB of the machine or of the container (cgroup version 2), whichever is less."""
     import psutil

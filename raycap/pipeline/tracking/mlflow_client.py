@@ -78,7 +78,7 @@ def tracking_client(config: RunConfig) -> MlflowClient:
     if file is not None and not file.exists():
         _create_database(file)
     elif file is not None and not file.is_file():  # MLflow would wait for it
-        raise UserError(f"{file} is not a regular file; set tracking.uri to another one")
+        raise UserError(f"{file} is not a regular file; set tracking.uri to another file")
     if _is_database(config) and is_remote(config.storage.uri):  # MLflow then uploads to S3 from this process
         options = config.storage.options
         if options.endpoint_url is not None:

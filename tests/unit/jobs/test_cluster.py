@@ -103,6 +103,8 @@ def test_processes_share_the_cores_of_this_machine(tmp_path: Path, monkeypatch: 
     assert with_processors(config, "head:6379") is config
     here = with_processors(config, "local")
     assert (here.workers.cpus, here.workers.threads, here.features.threads) == (4, 4, 9)
+    on_gpus = parse_config(small_config(tmp_path, **unset, features__gpus_per_actor=1))
+    assert with_processors(on_gpus, None).features.threads == 1, "the number of actors depends on Ray"
     set_here = {"workers__cpus_per_worker": 2, "workers__threads_per_worker": 3, "features__threads_per_actor": 5}
     here = with_processors(parse_config(small_config(tmp_path, **unset | set_here)), None)
     assert (here.workers.cpus, here.workers.threads, here.features.threads) == (2, 3, 5)

@@ -113,7 +113,7 @@ def test_rows_of_nothing_and_text_that_repeats_are_limited(tmp_path: Path) -> No
     for columns in ({"image": big}, *({"image": ["a.png"], "captions": each} for each in lists)):
         pq.write_table(pa.table(columns), path)
         assert path.stat().st_size < 10**5
-        with pytest.raises(UserError, match=r"it has more than \d+ bytes of text"):
+        with pytest.raises(UserError, match=r"its values take more than \d+ bytes"):
             locations(path)
 
 

@@ -66,7 +66,7 @@ def tar_members(file: BinaryIO, title: str, left_out: list[tuple[str, str]] | No
         with tarfile.open(fileobj=cast("BinaryIO", headers), mode="r:", errors="strict") as archive:
             for number, member in enumerate(iter(archive.next, None)):
                 archive.members.clear()  # type: ignore[attr-defined]  # or tarfile would keep all in memory
-                archive.pax_headers = {}  # those of all members, which tarfile copies for each
+                archive.pax_headers = {}  # global headers, which tarfile would copy for each member
                 headers.left = MAX_HEADER_BYTES
                 if number >= MAX_MEMBERS:
                     raise UserError(f"{title} has more than {MAX_MEMBERS} members; divide it")

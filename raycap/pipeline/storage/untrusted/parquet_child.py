@@ -104,7 +104,7 @@ def send_rows(parent: Connection, source: RangedFile, columns: list[str]) -> Non
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
             num_bytes += sum(map(decoded_bytes, batch.columns))
             if num_bytes > max_bytes:
-                raise ValueError(f"it has more than {max_bytes} bytes of text in {stored} bytes; divide it")
+                raise ValueError(f"its values take more than {max_bytes} bytes, stored in {stored} bytes; divide it")
             send_batch(parent, batch)
 
 
