@@ -143,7 +143,7 @@ def test_a_whole_run_with_everything_on_s3_on_a_bad_day(url: str, tmp_path: Path
     assert not [path for path in there if "/step-" in path], "checkpoints that only served to go on are gone"
     (report,) = (path for path in there if path.endswith("report.html"))
     page = (StoragePath("s3://data/whole", StorageOptions(url)) / report).read_bytes().decode()
-    assert page.count('data-attention="') == page.count('src="data:image/jpeg') == 8, "pictures and where it looked"
+    assert page.count('src="data:image/jpeg') == 8
     second = run_with_own_cache(config, tmp_path / "two")
     assert "is complete; nothing to do" in second and first.partition("BLEU-1")[2][:400] in second
 
