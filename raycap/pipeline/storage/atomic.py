@@ -52,10 +52,10 @@ def atomic_path(path: Path, *, durable: bool = True) -> Iterator[Path]:
 def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -> Iterator[Path]:
     """Yields an empty temporary folder. When the block ends, the temporary folder replaces `folder`.
 
-    With `replace=False`, an existing `folder` that is not empty raises OSError. If `folder` is a link, the folder to
-    which it leads is replaced. After an error `folder` is unchanged, and the temporary folder is removed.
+    With `replace=False`, an existing `folder` that is not empty raises OSError. If `folder` is a link, the link is
+    replaced, and what it leads to is unchanged. After an error `folder` is unchanged, and the temporary
+    folder is removed.
     """
-    folder = Path(os.path.realpath(folder))
     temporary, replaced = _temporary(folder), _temporary(folder)
     temporary.mkdir(parents=True)
     try:
@@ -66,6 +66,8 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
         if replace and folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
+        if replaced.is_symlink():
+            replaced.unlink()
         shutil.rmtree(replaced, ignore_errors=True)
         if durable:
             _flush(folder.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,10 @@ def test_a_folder_replaces_an_older_one_or_refuses_to(tmp_path: Path) -> None:
         assert names(tmp_path) == ["above", "above/folder", f"above/folder/{name}"]
     (tmp_path / "link").symlink_to(folder)
     with atomic_folder(tmp_path / "link") as temporary:
-        (temporary / "second").write_text("x")
-    assert (tmp_path / "link").is_symlink()
-    (tmp_path / "link").unlink()
+        (temporary / "third").write_text("x")
+    expected = ["above", "above/folder", "above/folder/second", "link", "link/third"]
+    assert names(tmp_path) == expected and not (tmp_path / "link").is_symlink()
+    shutil.rmtree(tmp_path / "link")
     with pytest.raises(OSError), atomic_folder(folder, replace=False) as temporary:
         (temporary / "third").write_text("x")
     with pytest.raises(RuntimeError), atomic_folder(folder) as temporary:
