@@ -142,10 +142,10 @@ def entry(offsets: list[int], shape: list[int], dtype: str = "F32", name: str = 
 
 
 def enlarge_windows(weights: dict[str, torch.Tensor]) -> None:
-    """The tables of position biases for windows of 200 x 200 tokens."""
+    """The tables of position biases for windows of 128 x 128 tokens."""
     for name, tensor in weights.items():
         if name.endswith("bias_table"):
-            weights[name] = torch.zeros(399**2, tensor.shape[1])
+            weights[name] = torch.zeros(255**2, tensor.shape[1])
 
 
 def confidence(bias: str) -> str:
@@ -178,8 +178,8 @@ CASES: dict[str, tuple[Craft, str]] = {
     # the index of a window has window^4 numbers, which no tensor of the file shows
     "masks": (
         both(
-            setting("backbone.window_size", 200), setting("backbone.image_size", 1600), tensors(enlarge_windows),
-            text("preprocessing.json", json.dumps(asdict(ImageTransform(1600)))),
+            setting("backbone.window_size", 128), setting("backbone.image_size", 1024), tensors(enlarge_windows),
+            text("preprocessing.json", json.dumps(asdict(ImageTransform(1024)))),
         ),
         "bytes of masks and tables",
     ),
