@@ -113,7 +113,7 @@ def training_step(case: Case, device: torch.device, scale: Scale = Scale()) -> C
     backbone = None
     if case.end_to_end:
         config = replace(scale.backbone, gradient_checkpointing=case.checkpointing, drop_path=DROP_PATH)
-        backbone = Backbone(config, with_weights=False).to(memory_format=torch.channels_last)
+        backbone = Backbone(config, with_weights=False)
     captioner = Captioner(model, backbone).to(device).train()
     if case.compiled:
         captioner.compile_layers()
@@ -312,7 +312,7 @@ def measure_extraction(config: BackboneConfig, row: Row, device: torch.device) -
     pixels = pixels.pin_memory() if device.type == "cuda" else pixels
 
     def run() -> torch.Tensor:
-        images = transform.normalize(pixels.to(device, non_blocking=True)).contiguous()
+        images = transform.normalize(pixels.to(device, non_blocking=True))
         features: torch.Tensor = backbone(images)
         return features.half()
 

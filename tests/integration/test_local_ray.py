@@ -30,7 +30,18 @@ sockets = {}
 def paths():
     return sys.path
 
-paths = ray.get(paths.remote())
+@ray.remote
+def faults():
+    "How many pages the system gives for a tensor of 128 MiB, after others of this size were freed."
+    import resource, torch
+    from raycap.pipeline.runtime.processor import computing_thread
+    with computing_thread(1) as thread:
+        for _ in range(2):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            thread.submit(lambda: torch.ones(2**25).sum()).result()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+paths, faults = ray.get([paths.remote(), faults.remote()])
 time.sleep(3)  # the agents have begun to listen
 for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
     for each in process.net_connections("inet"):
@@ -38,7 +49,7 @@ for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
             sockets.setdefault(" ".join(process.cmdline())[:200], []).append(each.laddr.ip)
 from ray._private.worker import _global_node as node
 print(json.dumps({"sockets": sockets, "folder": node.get_session_dir_path(), "mode": os.environ["RAY_AUTH_MODE"],
-    "paths": paths, "token": len(os.environ["RAY_AUTH_TOKEN"]),
+    "paths": paths, "faults": faults, "token": len(os.environ["RAY_AUTH_TOKEN"]),
     "log": without_secrets("bad: " + os.environ["RAY_AUTH_TOKEN"])}))
 """
 
@@ -58,6 +69,7 @@ def test_a_local_ray_is_for_this_user_alone(tmp_path: Path) -> None:
     for name, addresses in found["sockets"].items():
         assert {each.removeprefix("::ffff:") for each in addresses} <= {"127.0.0.1", "::1"}, (name, addresses)
     assert str(tmp_path) not in found["paths"] and "" not in found["paths"], "workers import the files of this folder"
+    assert found["faults"] < 1000, "malloc returns large tensors to the system"
     assert found["mode"] == "token" and found["token"] == 64
     assert found["log"] == "bad: ${RAY_AUTH_TOKEN}"
     assert not (tmp_path / ".ray" / "auth_token").exists(), "Ray would let everybody read it"

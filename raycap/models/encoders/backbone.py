@@ -118,6 +118,7 @@ class Backbone(nn.Module):
             )
         self.width: int = layout.width
         self.num_tokens = self.grid[0] * self.grid[1]
+        self.to(memory_format=torch.channels_last)  # in which convolutions are up to 1.4 times as fast
 
     @property
     def network(self) -> Any:

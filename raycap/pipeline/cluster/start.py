@@ -38,6 +38,9 @@ REMEDIES = {  # for folders that Ray cannot write
     "tmp": "free space, or set RAY_TMPDIR to a folder with a short path that can be written",
 }
 
+# The number of malloc's arenas in each of Ray's processes, see `prepare_processor`. The variable must be set before the
+# process starts, because Ray's threads create arenas.
+ARENAS = "MALLOC_ARENA_MAX"
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
 AGENTS_S = 3.0  # how long Ray's agents have to end before they are killed
@@ -179,7 +182,14 @@ def _join(address: str) -> None:
             reason = f"nothing answers ({one_line(error)})"
             raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; {remedy}") from error
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **_import_paths(address))
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            # Ray refuses a variable that a submitted job already has.
+            runtime_env={"env_vars": {} if ARENAS in os.environ else {ARENAS: "1"}},
+            **_import_paths(address),
+        )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = next(line for line in [*str(error).splitlines(), type(error).__name__] if line)
         raise JobFailedError(f"no Ray cluster can be joined at {address}: {reason}; {remedy}") from error
@@ -200,6 +210,7 @@ def _start_local_ray(num_cpus: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Torch's threads wait for each other in a loop. With a short one, they are not slow beside other busy processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault(ARENAS, "1")
     import ray
 
     try:

@@ -53,9 +53,6 @@ from raycap.pipeline.storage.tables import read_cache
 from raycap.pipeline.storage.weights import weights_file_digest
 
 logger = logging.getLogger(__name__)
-# One malloc arena per actor saves memory. The variable must be set before the actor starts, because Ray's threads
-# create arenas.
-ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 CALLS_PER_ACTOR = 2  # batches per actor at a time, because an actor computes one while it writes another
 MIN_BLOCKS = 8  # blocks into which even few images are divided, to be decoded in parallel
 # A function that starts Ray and returns a context. The context's value is a function to call whenever more features are
@@ -293,7 +290,6 @@ def _computed(source: Any, extractor: Extractor, arguments: Values, uses_tasks: 
         ),
         num_cpus=ACTOR_CPUS,
         num_gpus=settings.gpus_per_actor,
-        runtime_env={"env_vars": ONE_ARENA},
     )
 
 

@@ -76,7 +76,7 @@ class FeatureComputer:
         with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             for part in pixels.split(size):
                 moved = F.pad(part.to(self.device, non_blocking=True), (0, 0, 0, 0, 0, 0, 0, size - len(part)))
-                images = self.transform.normalize(moved).contiguous()
+                images = self.transform.normalize(moved)
                 taken.append(take(self.backbone(images)[: len(part)].to(self.stored)))
         return taken
 
@@ -181,5 +181,5 @@ def on_device(
     tokens = moved.tokens
     if tokens.dtype == torch.uint8:
         assert transform is not None
-        tokens = transform.normalize(tokens).contiguous()
+        tokens = transform.normalize(tokens)
     return replace(moved, tokens=tokens.to(dtype))

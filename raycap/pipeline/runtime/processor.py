@@ -54,6 +54,9 @@ def prepare_processor(threads: int | None = None) -> None:
     Every step allocates large tensors of the same sizes again. By default glibc returns each large freed tensor to the
     system, which then has to zero new pages. Zeroing took a fifth of a beam search and a tenth of a training step. As a
     cost, a process keeps its peak memory until it ends. Without glibc, the memory settings have no effect.
+
+    Only the main arena keeps tensors above 64 MiB, and a new thread may get any arena that exists. A process that has
+    threads before this call, such as Ray's, therefore needs MALLOC_ARENA_MAX=1 in its environment.
     """
     import torch
 
@@ -63,7 +66,7 @@ def prepare_processor(threads: int | None = None) -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 2**30)  # bytes. Smaller tensors come from the heap, which keeps freed memory.
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # bytes of free memory that are kept at the end of the heap
-        mallopt(_ARENA_MAX, 1)  # one arena for all threads, because only the main arena keeps large tensors
+        mallopt(_ARENA_MAX, 1)  # one arena for all threads
 
 
 def computing_thread(threads: int) -> ThreadPoolExecutor:
@@ -71,8 +74,7 @@ def computing_thread(threads: int) -> ThreadPoolExecutor:
 
     Ray calls an actor from changing threads, and each thread that computes gets a permanent team of OpenMP threads. If
     a process has more OpenMP threads than cores, they sleep between operations instead of spinning, which took a third
-    of the time of a Swin backbone. Also, a thread that existed before `prepare_processor` has a malloc arena of its
-    own, which returns large tensors to the system at once. A single new thread avoids both.
+    of the time of a Swin backbone.
     """
     prepare_processor(threads)
     return ThreadPoolExecutor(1, initializer=prepare_processor, initargs=(threads,))

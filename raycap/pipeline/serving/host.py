@@ -109,7 +109,7 @@ class LoadedModel:
     def normalized(self, pixels: Sequence[np.ndarray]) -> torch.Tensor:
         """Normalizes images (H, W, 3) uint8 to one tensor (B, 3, H, W) on the model's device."""
         stacked = torch.from_numpy(np.stack(pixels)).to(self.service.device)
-        return self.service.transform.normalize(stacked).contiguous()
+        return self.service.transform.normalize(stacked)
 
     def caption(self, pixels: Sequence[np.ndarray], search: Search) -> list[ImageCaption]:
         """Captions images (H, W, 3) uint8. Raises UserError if the model does not support the search."""

@@ -116,10 +116,8 @@ class Batch:
     transform: ImageTransform | None = None  # if the features are pixels, how they become model inputs
 
     def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
-        """The batch on `device`. The features get the type `dtype`, and pixels become channels-last."""
+        """The batch on `device`. The features get the type `dtype`."""
         features = on_device(self.features, device, dtype, self.transform)
-        if features.tokens.ndim == 4:
-            features = replace(features, tokens=features.tokens.contiguous(memory_format=torch.channels_last))
         return self._mapped(features, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:

@@ -128,8 +128,6 @@ def stored_captioner(
     captioner = build_captioner(folder.config.model, folder.metadata.sizes, backbone)
     for part, module in captioner.named_children():  # "model" and, if there is one, "backbone"
         load_weights(module, weights_of(part))
-    if captioner.backbone is not None:
-        captioner.backbone.to(memory_format=torch.channels_last)
     return captioner
 
 

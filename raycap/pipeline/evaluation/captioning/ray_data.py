@@ -133,7 +133,7 @@ class _CaptionActor:
         readable = [index for index, reason in enumerate(batch["reason"]) if not reason]
         if readable:
             pixels = torch.from_numpy(batch["pixels"][readable]).to(self.service.device)
-            normalized = self.service.transform.normalize(pixels).contiguous()
+            normalized = self.service.transform.normalize(pixels)
             for index, captions in zip(readable, self.service.caption(normalized, self.search), strict=True):
                 found[index] = captions
         return {"name": batch["name"], "found": np.array([json.dumps(each.to_json()) for each in found])}
