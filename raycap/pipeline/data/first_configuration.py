@@ -67,8 +67,8 @@ SMALLER_MODEL = """
   static_expansion: [16, 32]
   dynamic_expansion: {}
   dropout: 0.2"""
-
 NO_EXPANSION = "null  # none: with 8, captions of 762 photographs were not better"
+FLOAT32 = "features: {compute_dtype: float32}  # the same on all processors, so that a run can be repeated elsewhere"
 
 
 class Size(NamedTuple):
@@ -166,6 +166,7 @@ def config_text(
         f"name: {_flow(name)}",
         _data(found, language, counts),
         backbone,
+        FLOAT32 if size is SMALL else "",
         MODEL.format(*size.model) + expansions,
         _stages(size, counts.per_image, is_pretrained=is_pretrained),
         _workers(num_gpus),
