@@ -141,6 +141,9 @@ def test_asha_ends_trials_early(tmp_path: Path, ray_session: None, capsys: pytes
         assert over == (record["state"] == "finished")
         assert record["reports"][-1][0] == (4 if over else 1)
     assert "stopped at epoch 1" in capsys.readouterr().out
+    results = (tmp_path / "storage").glob("searches/*/tune/*/*/result.json")
+    processes = {json.loads(line)["pid"] for path in results for line in path.read_text().splitlines()}
+    assert len(processes) == 1, "the process of a stopped trial takes the next one"
 
 
 @pytest.mark.proof
@@ -211,7 +214,7 @@ def test_stopped_and_killed_searches_continue(tmp_path: Path, undisturbed: dict[
 @pytest.mark.parametrize("moment", range(10))
 def test_killed_at_a_random_moment(tmp_path: Path, undisturbed: dict[str, Any], moment: int) -> None:
     words = ["tune", str(write_search(tmp_path, **KILLED))]
-    ended_by(signal.SIGKILL, words, "search  ", wait_s=random.Random(moment).uniform(0, 25))
+    ended_by(signal.SIGKILL, words, "search  ", wait_s=random.Random(moment).uniform(0, 14))
     finish(words)
     assert comparable(records_of(tmp_path / "storage")) == undisturbed
 

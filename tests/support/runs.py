@@ -99,7 +99,7 @@ def with_features(config: RunConfig) -> tuple[RunFolder, StoragePath]:
         image, seed = decode_image(read_image_file(StoragePath(uri, options)), 10**6), seed_of_key(key)
         augmentation, resize = config.features.augmentation, transform.resize
         images.append(resize(image) if seed is None else augmented(image, augmentation, seed, resize))
-    pixels = transform.normalize(torch.from_numpy(np.stack(images))).contiguous()
+    pixels = transform.normalize(torch.from_numpy(np.stack(images)))
     with torch.inference_mode():
         write_shard(store, dataset.column("key"), backbone(pixels).numpy().astype(np.float16))
     return folder, store

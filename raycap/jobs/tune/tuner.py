@@ -60,7 +60,7 @@ from raycap.pipeline.training.loop import StageJob
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # of a trial, such as a lost node, after which it continues from its last checkpoint
-STOP_WAIT_S = "120"  # a stopped trial may still store a checkpoint
+STOP_WAIT_S = "7200"  # longer than a storage is tried, because a stopped trial may still store a checkpoint
 JOURNAL_INTERVAL_S = 0.5  # the time between two reads of the journal of a trial on several workers
 PARSE = TypeAdapter(TrialRecord).validate_python  # makes tuples of the lists in JSON
 
@@ -123,7 +123,7 @@ def _tuner(search: Search, plan: SearchPlan, folder: SearchFolder, retry: bool) 
             num_samples=1 if search.config.algorithm == "grid" else search.config.budget.trials or -1,
             max_concurrent_trials=None if variants else concurrent,
             time_budget_s=None if hours is None else 3600 * hours,
-            reuse_actors=True,
+            reuse_actors=search.config.resources.workers == 1,
             trial_name_creator=attrgetter("trial_id"),
             trial_dirname_creator=attrgetter("trial_id"),
         ),
@@ -275,8 +275,8 @@ def train_trial(config: Values, plan: SearchPlan) -> None:
     raises RuntimeError with its traceback without secrets, because Ray Tune writes that to error.txt.
     """
     search = plan.search
-    # The seconds that Ray Tune waits for the end of a stopped trial, before the next trial of this process fails.
-    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = STOP_WAIT_S
+    # Ray Tune waits this many seconds for a stopped trial to end. Then it fails the trial that would get the process.
+    os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", STOP_WAIT_S)
     if plan.folder and Path(plan.folder).is_dir():  # Ray Tune starts a trial in a folder of its own
         os.chdir(plan.folder)
     point, trial_id = {key: value for key, value in config.items() if key != SEED}, tune.get_context().get_trial_id()

@@ -118,7 +118,9 @@ class Backbone(nn.Module):
             )
         self.width: int = layout.width
         self.num_tokens = self.grid[0] * self.grid[1]
-        self.to(memory_format=torch.channels_last)  # in which convolutions are up to 1.4 times as fast
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                module.to(memory_format=torch.channels_last)  # up to 1.4 times as fast on a CPU
 
     @property
     def network(self) -> Any:

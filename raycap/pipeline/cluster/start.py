@@ -38,8 +38,8 @@ REMEDIES = {  # for folders that Ray cannot write
     "tmp": "free space, or set RAY_TMPDIR to a folder with a short path that can be written",
 }
 
-# The number of malloc's arenas in each of Ray's processes, see `prepare_processor`. The variable must be set before the
-# process starts, because Ray's threads create arenas.
+# The environment variable that limits malloc's arenas, see `prepare_processor`. It must be set before a process starts,
+# because Ray's threads create arenas.
 ARENAS = "MALLOC_ARENA_MAX"
 MAX_CPUS_PER_CORE = 32
 JOIN_WAIT_S = 10.0
@@ -186,8 +186,7 @@ def _join(address: str) -> None:
             address=address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            # Ray refuses a variable that a submitted job already has.
-            runtime_env={"env_vars": {} if ARENAS in os.environ else {ARENAS: "1"}},
+            runtime_env={"env_vars": {ARENAS: "1"}},
             **_import_paths(address),
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:

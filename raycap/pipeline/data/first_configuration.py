@@ -68,7 +68,7 @@ SMALLER_MODEL = """
   dynamic_expansion: {}
   dropout: 0.2"""
 NO_EXPANSION = "null  # none: with 8, captions of 762 photographs were not better"
-FLOAT32 = "features: {compute_dtype: float32}  # the same on all processors, so that a run can be repeated elsewhere"
+FLOAT32 = "features: {compute_dtype: float32}  # not auto, which chooses bfloat16 on some processors"
 
 
 class Size(NamedTuple):
@@ -166,7 +166,7 @@ def config_text(
         f"name: {_flow(name)}",
         _data(found, language, counts),
         backbone,
-        FLOAT32 if size is SMALL else "",
+        FLOAT32 if size is SMALL and not num_gpus else "",
         MODEL.format(*size.model) + expansions,
         _stages(size, counts.per_image, is_pretrained=is_pretrained),
         _workers(num_gpus),

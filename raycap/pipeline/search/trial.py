@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
 
 from raycap.models.captioner import TABLE_6_CAPTION_TOKENS, cost
@@ -107,6 +108,8 @@ def run_trial(
     options = search.base.storage.options
     weights = None if plan.weights is None else _local_file(storage_path(plan.weights, options))
     config = search.trial_config(task.point, task.seed, weights, f"-{task.trial_id}" if search.is_population else "")
+    if config.workers.compile:
+        torch._dynamo.reset()  # frees what an earlier trial of this process has compiled
     prepared = prepare(config)
     if weights is not None and prepared.home is None:
         share_file(prepared.path / "init" / "backbone.safetensors", weights)

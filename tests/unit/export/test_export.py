@@ -57,7 +57,8 @@ def test_graphs_and_captions_are_those_of_the_model(name: str, exported: Export)
         ours, inputs = captions_of(folder, name, batch_size)
         assert_equal(ours, torch_captions(bundle, inputs, batch_size))
     assert len({each.tokens for each in ours}) > 3
-    assert name != QUICK or len({len(each.tokens) for each in ours}) > 1
+    # all captions of the random Transformer have the greatest length
+    assert name == "transformer" or len({len(each.tokens) for each in ours}) > 1
     greedy, inputs = captions_of(folder, name, 7, beam_size=1, max_length=6)
     change = {"beam_size": 1, "max_length": 6}
     assert_equal(greedy, torch_captions(bundle, inputs, 7, lambda search: search.model_copy(update=change)))

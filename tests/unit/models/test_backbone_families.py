@@ -243,6 +243,14 @@ def test_a_timm_checkpoint_with_a_classifier_is_loaded_at_another_size(family: s
     assert torch.isfinite(backbone(images_for(backbone))).all()
 
 
+def test_weights_of_five_dimensions() -> None:
+    """Only the weights of convolutions of images are channels-last, a format that torch has for four dimensions."""
+    backbone = make(BackboneConfig("lambda_resnet26t", image_size=64, weights="none"))
+    (weight, *_) = [each for each in backbone.parameters() if each.ndim == 4]
+    assert weight.is_contiguous(memory_format=torch.channels_last) and any(p.ndim == 5 for p in backbone.parameters())
+    assert torch.isfinite(backbone(images_for(backbone))).all()
+
+
 def test_a_checkpoint_with_other_names_in_timms_order(tmp_path: Path) -> None:
     """Names are given by order only if every shape fits, so that two tensors in the wrong order are refused."""
     torch.manual_seed(1)
