@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -140,6 +141,8 @@ def _trainer(job: StageJob) -> Any:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     logging.getLogger("ray.train").setLevel(logging.ERROR)
+    # The seconds between two looks at the workers. With Ray Train's default of 2, a fit ends 4 s after its last step.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     workers = job.folder.config.workers
     uses_nccl = workers.gpus_per_worker > 0 and not computes_on_cpus()
     num_workers = (workers.min_workers, workers.num_workers) if workers.min_workers else workers.num_workers
