@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from raycap.models.encoders.transform import ImageTransform
 from raycap.pipeline.errors import JobFailedError, UserError
 from raycap.pipeline.runtime.log import configure_logging
 from raycap.pipeline.runtime.names import one_line, shown
-from raycap.pipeline.runtime.processor import computing_thread, device_for
+from raycap.pipeline.runtime.processor import computing_thread, device_for, num_cores
 from raycap.pipeline.serving.address import CLUSTER, Limits, NamedModel, ServeArguments, named_models, server_token
 from raycap.pipeline.serving.app import Captioners, make_app
 from raycap.pipeline.serving.host import Answer, Batcher, ImageJob, ModelHost, RefusedError
@@ -50,7 +49,7 @@ class CaptionerDeployment:
         source = address.resolve() if follows else model.source  # the champion may have changed since the start
         settings = {"precision": arguments.precision, "device": device_for(gpus).type}
         # Each process computes with its share of this machine's cores or, in a cluster, with the CPUs asked of Ray.
-        share = (os.cpu_count() or 1) // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
+        share = num_cores() // arguments.num_captioners if is_local else math.ceil(CAPTIONER_CPUS)
         self.thread = computing_thread(arguments.threads or max(1, share))
         self.host = self.thread.submit(ModelHost, address, source, settings).result()
         if follows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from raycap.pipeline.errors import UserError
 from raycap.pipeline.features.regions import missing_regions
 from raycap.pipeline.runtime.log import progress
 from raycap.pipeline.runtime.names import quoted, shorten, shown
+from raycap.pipeline.runtime.processor import num_cores
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def _decode_all(dataset: Dataset, config: RunConfig) -> dict[str, str]:
     """Decodes every image, files of equal content once. Returns {content key: reason} of images that fail."""
     files = dataset.readable().table.select(["key", "uri"])
     images = files.take(pc.index_in(pc.unique(files["key"]), value_set=files["key"]))
-    num_threads = max(2, os.cpu_count() or 1)  # threads decode in parallel, because Pillow releases the GIL
+    num_threads = max(2, num_cores())  # threads decode in parallel, because Pillow releases the GIL
     reasons: dict[str, str] = {}
     with progress("decoding", len(images)) as advance:
         for start in range(0, len(images), IMAGES_AT_A_TIME):

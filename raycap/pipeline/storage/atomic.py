@@ -53,8 +53,8 @@ def atomic_folder(folder: Path, *, replace: bool = True, durable: bool = True) -
     """Yields an empty temporary folder. When the block ends, the temporary folder replaces `folder`.
 
     With `replace=False`, an existing `folder` that is not empty raises OSError. If `folder` is a link, the link is
-    replaced, and what it leads to is unchanged. After an error `folder` is unchanged, and the temporary
-    folder is removed.
+    replaced, and what it leads to is unchanged. After an error `folder` is unchanged, and the temporary folder is
+    removed.
     """
     temporary, replaced = _temporary(folder), _temporary(folder)
     temporary.mkdir(parents=True)
